@@ -64,6 +64,8 @@ class Waste:
     """What nearpeak offers; the engine fills in its ops and modules."""
     source: str = ""
     """The line to change, if it is not that of `op`."""
+    replaces: bool = False
+    """Whether something else takes the place of the ops, so that no other rule can save anything of what remains."""
 
     @property
     def saving_s(self) -> float:
@@ -261,7 +263,7 @@ def _claims(step: Step, wastes: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]
             if registry[name].general and index in claimed_by_special:
                 continue
             claimed_s = min(max(gain, 0.0), left[index])
-            left[index] -= claimed_s
+            left[index] = 0.0 if waste.replaces else left[index] - claimed_s
             busy_s += claimed_s
             if claimed_s:
                 shorter[index] = claimed_s / step.time(index)

@@ -12,6 +12,7 @@ from nearpeak.bound.dataflow import Touches, touches_in
 from nearpeak.bound.expected import OpExpectations, interpolate
 from nearpeak.bound.kernel_models import kernel_constants, work_seconds
 from nearpeak.bound.roofline import KernelStream, ResourceSeconds, limiting_resource
+from nearpeak.findings.loops import Loop, find_loops
 from nearpeak.findings.replay import StepReplay
 from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.machines.reference import reference_efficiency
@@ -93,6 +94,11 @@ class Step:
             for storage in {*reads, *writes}:
                 ops.setdefault(storage, []).append(index)
         return ops
+
+    @cached_property
+    def loops(self) -> tuple[Loop, ...]:
+        """The loops of the user's code whose ops the step has."""
+        return find_loops(self.trace.ops)
 
     def forward_readers(self, index: int) -> list[int]:
         """The ops of the forward pass that read what an op wrote."""

@@ -13,18 +13,21 @@ from nearpeak.units import quantity, seconds
 
 FEW = 0.25
 """Of the rows of a table. With more, sorting and gathering them costs what is saved."""
-_PASSES = {0: 3, 2: 14}
-"""Passes over the used rows in a sparse update, by the number of state tensors: plain SGD, and Adam."""
-_LAUNCHES = {0: 10, 2: 80}
+_PASSES = {0: 3, 1: 7, 2: 14}
+"""Passes over the used rows in a sparse update, by the number of state tensors: plain SGD, Adagrad, and Adam."""
+_LAUNCHES = {0: 10, 1: 30, 2: 80}
 """Kernels of these updates: sorting and gathering rows takes many small ones. SparseAdam takes 1.1 ms on an H200, all
 of it on the host."""
+
+_LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten._embedding_bag_forward_only")
+_BACKWARD = ("aten.embedding_dense_backward", "aten._embedding_bag_dense_backward", "aten._embedding_bag_backward")
 
 
 @rule("dense-embedding-gradient", needs=["storages"])
 def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
     """Dense gradients of tables that are used only for lookups, and are updated by plain SGD or Adam."""
     for index, op in enumerate(step.ops):
-        if op.packet != "aten.embedding_dense_backward":
+        if op.packet not in _BACKWARD or op.arguments.get("sparse") or not op.outputs:
             continue
         gradient, used = op.outputs[0], op.tensor("indices").elements
         lookup = _lookup(step, index)
@@ -33,7 +36,12 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
         table = step.ops[lookup].tensor("weight")
         shares, touched = _optimizer(step, {table.storage, gradient.storage}, gradient.elements)
         states = sum(_stays(step, storage) for storage in touched - {table.storage, gradient.storage})
-        if states not in _PASSES or not shares or not _only_looked_up(step, table, gradient, index):
+        if (
+            states not in _PASSES
+            or (states == 1 and not _is_adagrad(step))
+            or not shares
+            or not _only_looked_up(step, table, gradient, index)
+        ):
             continue
         took = step.time(index)
         fill = step.expected_for_work((), (Access(storage=gradient.storage, bytes=gradient.bytes),), kind="creation")
@@ -58,19 +66,26 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
             reasoning="The fill of the gradient and the optimizer's passes over the table go away; "
             f"{_PASSES[states]} passes over the rows that are used come instead, in some {_LAUNCHES[states]} kernels: "
             f"{seconds(rest)}.",
-            remedy=_remedy(step, gradient, states),
+            remedy=_remedy(step, step.ops[lookup], gradient, states),
         )
 
 
 def _lookup(step: Step, backward: int) -> int | None:
     """The lookup that a gradient belongs to."""
     op = step.ops[backward]
+    indices = op.tensor("indices")
     for index, candidate in enumerate(step.ops[:backward]):
-        if candidate.packet != "aten.embedding" or candidate.tensor("weight").shape != op.outputs[0].shape:
+        if candidate.packet not in _LOOKUPS or candidate.tensor("weight").shape != op.outputs[0].shape:
             continue
-        if candidate.tensor("indices").storage == op.tensor("indices").storage:
+        looked_up = candidate.tensor("indices")
+        if (looked_up.storage, looked_up.offset) == (indices.storage, indices.offset):
             return index
     return None
+
+
+def _is_adagrad(step: Step) -> bool:
+    """Whether the one state of each parameter is a sum of squares, which can be kept for the used rows alone."""
+    return [optimizer.name for optimizer in step.trace.optimizers] == ["torch.optim.Adagrad"]
 
 
 def _stays(step: Step, storage: int) -> bool:
@@ -81,7 +96,7 @@ def _stays(step: Step, storage: int) -> bool:
 def _only_looked_up(step: Step, table: Tensor, gradient: Tensor, backward: int) -> bool:
     """Whether only the optimizer needs the whole table or gradient: no tied head, no clipping."""
     for index, op in enumerate(step.ops):
-        if op.phase == "optimizer" or op.packet == "aten.embedding" or index == backward:
+        if op.phase == "optimizer" or op.packet in _LOOKUPS or index == backward:
             continue
         if not {table.storage, gradient.storage}.isdisjoint(step.flow.read_by[index]):
             return False
@@ -119,13 +134,14 @@ def _touched(op: Op, members: set[int]) -> tuple[list[Tensor], float]:
     return mine, sum(tensor.bytes for value in whole for tensor in value)
 
 
-def _remedy(step: Step, gradient: Tensor, states: int) -> str:
+def _remedy(step: Step, lookup: Op, gradient: Tensor, states: int) -> str:
     seen = step.trace.optimizers
     optimizer = seen[0].name if len(seen) == 1 else "the_optimizer"
     rows, width = gradient.shape
-    table = f"table = torch.nn.Embedding({rows}, {width}, sparse=True)"
-    if not states:
-        return f"{table}  # torch.optim.SGD takes sparse gradients as they are"
+    name = "Embedding" if lookup.packet == "aten.embedding" else "EmbeddingBag"
+    table = f"table = torch.nn.{name}({rows}, {width}, sparse=True)"
+    if states < 2:
+        return f"{table}  # {optimizer if states else 'torch.optim.SGD'} takes sparse gradients as they are"
     return (
         f"{table}\noptimizers = [torch.optim.SparseAdam(table.parameters()), {optimizer}(the_others)]\n"
         "# Rows that a step does not use keep their moments, and there is no weight decay for the table."

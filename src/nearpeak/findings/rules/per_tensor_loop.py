@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
+from nearpeak.findings.rules.unfused_optimizer import SINGLE_OPS, updates
 from nearpeak.findings.step import Step
 from nearpeak.ops.cost import Access
 from nearpeak.ops.formulas.optimizer import FOREACH_POINTWISE
@@ -63,9 +64,13 @@ def per_tensor_loop(step: Step) -> Iterator[Waste]:
 
 
 def _runs(step: Step) -> Iterator[list[int]]:
-    """Ops of one name, line and phase in a row, apart from views, each on storages of its own."""
+    """Ops of one name, line and phase in a row, apart from views, each on storages of its own.
+
+    Those of an update of parameters are named as a whole by "unfused-optimizer".
+    """
     run: list[int] = []
     written: set[int] = set()
+    in_updates = {index for members in updates(step) if len(members) >= SINGLE_OPS for index in members}
     for index, op in enumerate(step.ops):
         if step.costs[index].family == "view" or not (step.touches[index].reads or step.touches[index].writes):
             continue
@@ -75,7 +80,7 @@ def _runs(step: Step) -> Iterator[list[int]]:
             if _counts(step, run):
                 yield run
             run, written = [], set()
-        if _can_be_listed(step, index):
+        if index not in in_updates and _can_be_listed(step, index):
             run.append(index)
             written.update(writes)
     if _counts(step, run):

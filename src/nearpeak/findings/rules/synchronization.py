@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.rules.convolution_search import searched_convolutions
+from nearpeak.findings.rules.experts import expert_places
+from nearpeak.findings.rules.reads_in_a_loop import READS, reading_places
 from nearpeak.findings.step import Step, is_source_line
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Op
@@ -76,6 +78,45 @@ def copies_to_host(step: Step, where: str) -> bool:
         and any(tensor.storage in host for tensor in op.written)
         and not all(tensor.storage in host for tensor in _copy_sources(op))
         for op in step.ops
+    )
+
+
+_BULK_ELEMENTS = 16
+"""Elements of a tensor from which a copy to the host is data for Python code, not a number to be logged."""
+MIN_STRETCH_S = 5e-4
+"""Shorter stretches of Python are the overhead of calling ops."""
+
+
+def reads_for_python(step: Step) -> dict[str, str]:
+    """Places at which tensors are copied to the host for a long stretch of Python: by place, that of the next op.
+
+    Nothing but views and further copies is between the copy and the stretch, so that the code in the stretch has to
+    wait for the copy.
+    """
+    stretches = {
+        cause.where
+        for cause in step.profile.idle
+        if cause.cause == "python" and not cause.what and cause.where and cause.seconds >= MIN_STRETCH_S
+    }
+    reads: dict[str, str] = {}
+    copied: list[str] = []
+    for index, op in enumerate(step.ops):
+        if _is_bulk_read(step, op):
+            copied.append(op.place)
+        elif step.costs[index].family == "view" or op.packet in READS or op.origin == "host":
+            continue
+        else:
+            if op.place in stretches:
+                reads.update((place, op.place) for place in copied if place != op.place)
+            copied = []
+    return reads
+
+
+def _is_bulk_read(step: Step, op: Op) -> bool:
+    return (
+        op.packet in COPIES
+        and any(tensor.storage in step.trace.on_host and tensor.elements >= _BULK_ELEMENTS for tensor in op.written)
+        and not all(tensor.storage in step.trace.on_host for tensor in _copy_sources(op))
     )
 
 
@@ -181,7 +222,6 @@ _EXPLICIT = _Form(
 )
 _SAME_TIME_S = 1e-9
 """Times that are closer than this are equal."""
-_READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
 _NORMS = frozenset({"aten._foreach_norm", "aten.linalg_vector_norm", "aten.norm", "aten._foreach_powsum"})
 _SELECTS = ("nonzero", "index", "index_put", "index_put_", "_index_put_impl_", "masked_select", "argwhere")
 
@@ -190,10 +230,13 @@ _SELECTS = ("nonzero", "index", "index_put", "index_put_", "_index_put_impl_", "
 def synchronization(step: Step) -> Iterator[Waste]:
     """Lines at which the host waits for the device, and the device is idle because of it."""
     searched = {step.ops[index].place for index in searched_convolutions(step)}  # waits for its own measurements
+    elsewhere = expert_places(step) | set(reads_for_python(step)) | reading_places(step)
     for cause in step.profile.idle:
         if cause.cause != "synchronization" or cause.where in searched:
             continue
         if cause.what == "copy" and copies_from_host(step, cause.where):
+            continue
+        if cause.where in elsewhere:  # part of a larger finding
             continue
         form = _form(step, cause)
         goes = _removed_work(step, cause.where, form)
@@ -222,7 +265,7 @@ def _removed_work(step: Step, where: str, form: _Form) -> dict[int, float]:
         return _mask_counting_seconds(step, where)
     if form in (_READ, _FINITE, _SCALER):
         return {
-            index: step.time(index) for index, op in enumerate(step.ops) if op.packet in _READS and op.place == where
+            index: step.time(index) for index, op in enumerate(step.ops) if op.packet in READS and op.place == where
         }
     return {}
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import fusion_saving, measured_over_expected, ops_that_launch, with_backward
+from nearpeak.findings.rules.unrolled_recurrence import ops_inside_cells
 from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.finding import Fix
@@ -20,10 +21,11 @@ ACTIVATIONS = (
 @rule("unfused-gated-activation", needs=["storages"], compiles=True)
 def unfused_gated_activation(step: Step) -> Iterator[Waste]:
     """Activations whose result is read once in forward, by a multiplication with a tensor of the same size."""
+    cells = ops_inside_cells(step)
     products = {
         frozenset((index, product)): index
         for index in range(len(step.ops))
-        if (product := _product(step, index)) is not None
+        if index not in cells and (product := _product(step, index)) is not None
     }
     for region in with_backward(step, list(products)):
         activation = products[region.forward]

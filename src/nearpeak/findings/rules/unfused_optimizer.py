@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.loops import line_range
 from nearpeak.findings.regions import launches_removed
+from nearpeak.findings.rules.dense_embedding_gradient import dense_embedding_gradient
 from nearpeak.findings.step import Step
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
 
 PASSES = 1.3
@@ -20,7 +25,12 @@ FAMILIES = ("pointwise", "optimizer", "movement", "creation", "view")
 @rule("unfused-optimizer", needs=["storages"])
 def unfused_optimizer(step: Step) -> Iterator[Waste]:
     """Optimizer steps whose ops move far more than one pass over parameters, gradients and states."""
-    for members in _steps(step):
+    of_tables: dict[int, float] = {}
+    """The time of ops that goes away if large tables get sparse gradients."""
+    for table in dense_embedding_gradient(step):
+        for index, gain in table.gains.items():
+            of_tables[index] = of_tables.get(index, 0.0) + gain
+    for members in updates(step):
         if any(step.costs[index].family not in FAMILIES for index in members):
             continue
         passing = [index for index in members if any(len(tensor.shape) for tensor in step.ops[index].inputs)]
@@ -37,38 +47,239 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
         if expected <= one_pass:
             continue
         share = 1 - one_pass / expected
+        gains = {index: share * (step.time(index) - of_tables.get(index, 0.0)) for index in passing}
         yield Waste(
             title="The optimizer goes over its state in many ops; a fused one does it in one pass.",
-            op=max(passing, key=step.time),
-            gains={index: share * step.time(index) for index in passing},
+            op=passing[0],
+            gains=gains,
             gone=launches_removed(step, members, one_pass),
-            evidence=f"{len(passing)} ops of the optimizer move {quantity(moved_bytes, 'B')} in {seconds(took)}; the "
-            f"parameters, gradients and states that they read and write are {quantity(needed_bytes, 'B')}"
+            evidence=f"{len(passing)} ops of the update{_where(step, passing)} move {quantity(moved_bytes, 'B')} in "
+            f"{seconds(took)}; the parameters, gradients and states that they read and write are "
+            f"{quantity(needed_bytes, 'B')}"
             + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),
             reasoning=f"Good kernels take {seconds(expected)} for these ops as they are, and {seconds(one_pass)} for "
             f"one pass over {quantity(needed_bytes, 'B')}; what the ops took shrinks as much.",
-            remedy=_remedy(step),
+            remedy=_remedy(step, members),
         )
 
 
-def _steps(step: Step) -> list[list[int]]:
-    """The ops of each optimizer: of one line, and of lines that write the same storages."""
-    lines: dict[str, list[int]] = {}
+def _where(step: Step, members: Sequence[int]) -> str:
+    lines = {step.ops[index].source for index in members} - {""}
+    return f" ({line_range(sorted(lines))})" if len(lines) > 1 else ""
+
+
+def updates(step: Step) -> list[list[int]]:
+    """The ops of each update of parameters: of an optimizer, or written by hand in the step.
+
+    Ops belong together if they are at one line, write the same storage, or if one reads what another wrote, other than
+    the parameters: an average of the parameters is an update of its own.
+    """
+    members = [index for index, op in enumerate(step.ops) if op.phase == "optimizer"]
+    members += _written_by_hand(step)
+    parent = {index: index for index in members}
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    related: dict[Hashable, int] = {}
+    for index in sorted(members):
+        keys: list[Hashable] = [("writes", storage) for storage in step.touches[index].writes]
+        if step.ops[index].source:
+            keys.append(("line", step.ops[index].source))
+        for storage, writer in step.flow.producers[index].items():
+            if writer in parent and not _is_parameter(step, storage) and not _is_scalar(step, storage):
+                parent[root(index)] = root(writer)
+        for key in keys:
+            parent[root(index)] = root(related.setdefault(key, index))
+    groups: dict[int, list[int]] = {}
+    for index in sorted(members):
+        groups.setdefault(root(index), []).append(index)
+    return list(groups.values())
+
+
+def _written_by_hand(step: Step) -> list[int]:
+    """Ops outside of any optimizer that change parameters in place, and those that compute the change.
+
+    Parameters, and tensors of their shape that are changed by them, such as averages. Only ops on whole parameters
+    count: a norm, or a number that depends on the loss, is not part of the update.
+    """
+    if not step.trains:
+        return []
+    found: set[int] = set()
+    queue: list[tuple[int, tuple[int, ...]]] = []
     for index, op in enumerate(step.ops):
-        if op.phase == "optimizer":
-            lines.setdefault(op.source, []).append(index)
-    groups: list[tuple[list[int], set[int]]] = []
-    for members in lines.values():
-        written = {storage for index in members for storage in step.touches[index].writes}
-        related = [group for group in groups if group[1] & written]
-        groups = [group for group in groups if not group[1] & written]
-        groups.append(
-            (
-                sorted([*members, *(index for group in related for index in group[0])]),
-                written.union(*(group[1] for group in related)),
-            )
-        )
-    return [members for members, _ in groups]
+        if op.phase != "forward" or not op.mutated or step.costs[index].family not in FAMILIES:
+            continue
+        (target, *others) = op.tensors(*op.mutated) or (None,)
+        if target is not None and not others and len(target.shape) and _is_updated(step, op, target):
+            queue.append((index, target.shape))
+    while queue:
+        index, shape = queue.pop()
+        if index in found:
+            continue
+        found.add(index)
+        for writer in step.flow.producers[index].values():
+            op = step.ops[writer]
+            if (
+                op.phase == "forward"
+                and step.costs[writer].family in FAMILIES
+                and any(tensor.shape == shape for tensor in op.written)
+            ):
+                queue.append((writer, shape))
+    return sorted(found)
+
+
+def _is_parameter(step: Step, storage: int) -> bool:
+    return storage in step.trace.storages and step.trace.storages[storage].kind == "parameter"
+
+
+def _is_updated(step: Step, op: Op, target: Tensor) -> bool:
+    """Whether an op changes a parameter, or what follows the parameters."""
+    if _is_parameter(step, target.storage):
+        return True
+    known = step.trace.storages.get(target.storage)
+    return (
+        known is not None
+        and known.kind != "intermediate"
+        and any(tensor.shape == target.shape and _is_parameter(step, tensor.storage) for tensor in op.inputs)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Update:
+    """What an update does, by its dataflow."""
+
+    name: str
+    """The optimizer of torch's that computes this; "" if it is none that is known."""
+    options: str = ""
+    by_gradients: bool = True
+    """Whether it reads gradients; an average of the parameters does not."""
+
+
+_NOT_IN_KNOWN = ("sign", "sgn", "max", "maximum", "clamp", "clamp_min", "clamp_max", "where", "exp", "tanh")
+"""Operators that none of the known updates has."""
+
+
+def _recognize(step: Step, members: Sequence[int]) -> _Update:
+    """The optimizer that an update is, by the tensors that it keeps and what they are made of.
+
+    Adam keeps an average of the gradients and one of their squares, and divides by the root of that; RMSprop and
+    Adagrad keep squares alone; SGD keeps at most an average. Weights decay apart from the gradient (AdamW) if something
+    is computed of the parameters alone, and does not get into what is kept.
+    """
+    names = {_operator(step, index) for index in members}
+    origins = _origins(step, members)
+    if not origins.gradients:
+        return _Update(name="", by_gradients=False)
+    squares = {storage for storage, origin in origins.states.items() if "square" in origin}
+    averages = set(origins.states) - squares
+    count, rooted = max(1, len(origins.parameters)), not names.isdisjoint(("sqrt", "rsqrt"))
+    if not names.isdisjoint(_NOT_IN_KNOWN) or (rooted and not squares):
+        return _Update(name="")
+    if len(squares) == len(averages) == count and rooted:
+        coupled = any("parameter" in origin for origin in origins.states.values())
+        return _Update(name="AdamW" if origins.decays and not coupled else "Adam", options="fused=True")
+    if len(squares) == count and not averages and rooted:
+        fading = any(_operator(step, index) in ("mul", "lerp") for index in members if _writes(step, index, squares))
+        return _Update(name="RMSprop" if fading else "Adagrad", options="foreach=True")
+    if not squares and len(averages) in (0, count):
+        return _Update(name="SGD", options="momentum=..., fused=True" if averages else "fused=True")
+    return _Update(name="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origins:
+    """What the tensors of an update are made of."""
+
+    parameters: set[int]
+    """Storages that it changes."""
+    gradients: set[int]
+    states: dict[int, set[str]]
+    """For each storage that it keeps from step to step, what is written into it: of "parameter", "gradient", "square"
+    and "state"."""
+    decays: bool
+    """Whether something is computed of parameters alone."""
+
+
+def _origins(step: Step, members: Sequence[int]) -> _Origins:
+    ops = step.ops
+    written = {tensor.storage for index in members for tensor in ops[index].written if len(tensor.shape)}
+    parameters = {storage for storage in written if _is_parameter(step, storage)}
+    states: dict[int, set[str]] = {storage: set() for storage in written - parameters if _outlives(step, storage)}
+    gradients: set[int] = set()
+    made_of: dict[int, set[str]] = {}
+    """What is in a storage now."""
+    decays = False
+
+    def of(index: int, storage: int) -> set[str]:
+        writer = step.flow.producers[index].get(storage)
+        if storage in made_of:
+            return made_of[storage]
+        if _is_parameter(step, storage):
+            return {"parameter"}
+        if writer is not None and ops[writer].phase == "backward":
+            gradients.add(storage)
+            return {"gradient"}
+        if storage in states:
+            return {"state"}
+        if writer is None and not _is_scalar(step, storage):  # from before the step
+            gradients.add(storage)
+            return {"gradient"}
+        return set()
+
+    for index in members:
+        op = ops[index]
+        whole = [tensor for tensor in op.inputs if len(tensor.shape)]
+        origin: set[str] = set().union(*(of(index, tensor.storage) for tensor in whole))
+        if _squares(step, index) and "gradient" in origin:
+            target = set().union(*(of(index, tensor.storage) for tensor in op.tensors("self"))) if op.mutated else set()
+            origin = (origin - {"gradient"}) | {"square"} | (target - {"gradient"})
+        decays = decays or origin == {"parameter"}
+        for tensor in op.written:
+            if tensor.storage in states:
+                states[tensor.storage] |= origin - {"state"}
+                made_of[tensor.storage] = {"state"}
+            elif tensor.storage in parameters:
+                made_of[tensor.storage] = {"parameter"}
+            else:
+                made_of[tensor.storage] = origin
+    for storage in gradients:
+        states.pop(storage, None)
+    return _Origins(parameters=parameters, gradients=gradients, states=states, decays=decays)
+
+
+def _operator(step: Step, index: int) -> str:
+    """The operator without its namespace, whether it is in place, and whether it is for lists."""
+    return step.ops[index].packet.rpartition(".")[2].removeprefix("_foreach_").rstrip("_")
+
+
+def _outlives(step: Step, storage: int) -> bool:
+    known = step.trace.storages.get(storage)
+    return (known is not None and known.kind != "intermediate") or storage in step.flow.results
+
+
+def _is_scalar(step: Step, storage: int) -> bool:
+    known = step.trace.storages.get(storage)
+    return known is None or known.bytes <= 8
+
+
+def _writes(step: Step, index: int, storages: Collection[int]) -> bool:
+    return any(storage in storages for storage in step.touches[index].writes)
+
+
+def _squares(step: Step, index: int) -> bool:
+    """Whether an op multiplies a tensor with itself."""
+    op, name = step.ops[index], _operator(step, index)
+    if name == "pow":
+        return op.arguments.get("exponent") == 2
+    factors = {"mul": ("self", "other"), "addcmul": ("tensor1", "tensor2")}.get(name)
+    if factors is None:
+        return name == "square"
+    first, second = (op.arguments.get(argument) for argument in factors)
+    return isinstance(first, Tensor) and isinstance(second, Tensor) and first.storage == second.storage
 
 
 def _kind(step: Step, members: Sequence[int]) -> str:
@@ -77,14 +288,27 @@ def _kind(step: Step, members: Sequence[int]) -> str:
     return "aten._foreach_addcdiv_" if min(sizes, default=4) >= 4 else "optimizer"
 
 
-def _remedy(step: Step) -> str:
-    if len(step.trace.optimizers) != 1:
+def _remedy(step: Step, members: Sequence[int]) -> str:
+    seen = [item for item in step.trace.optimizers if all(step.ops[index].phase == "optimizer" for index in members)]
+    if len(seen) == 1:
+        for option in ("fused", "foreach"):
+            if option in seen[0].options:
+                return f"{seen[0].name}(parameters, lr=..., {option}=True)"
+    elif seen:
         return (
             "fused=True for the optimizer, where it has it (Adam, AdamW, SGD, Adagrad of torch.optim); else "
             "foreach=True, or torch.compile(optimizer.step)"
         )
-    (optimizer,) = step.trace.optimizers
-    for option in ("fused", "foreach"):
-        if option in optimizer.options:
-            return f"{optimizer.name}(parameters, lr=..., {option}=True)"
-    return f"step = torch.compile(optimizer.step)  # {optimizer.name} has neither fused=True nor foreach=True"
+    update = _recognize(step, members)
+    if update.name:
+        return (
+            f"torch.optim.{update.name}(parameters, lr=..., {update.options})  # its update is what these lines compute"
+        )
+    if not update.by_gradients:
+        return "torch._foreach_lerp_(averages, parameters, 1 - decay)  # all of them in one call"
+    if seen:
+        return f"step = torch.compile(optimizer.step)  # {seen[0].name} has neither fused=True nor foreach=True"
+    return (
+        "update = torch.compile(update)  # a function of the lists of parameters, gradients and states; or the same\n"
+        "# lines with torch._foreach_mul_, _foreach_addcmul_ and so on: one op for all parameters"
+    )

@@ -19,6 +19,7 @@ from nearpeak.findings.regions import (
     slowest_op,
     with_backward,
 )
+from nearpeak.findings.rules.unrolled_recurrence import ops_inside_cells
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Op
 from nearpeak.units import seconds
@@ -36,7 +37,7 @@ def unfused_pointwise(step: Step) -> Iterator[Waste]:
 
     A chain includes its backward ops: compiled together, they save no more than the inputs of the chain.
     """
-    joins = {index for index in range(len(step.ops)) if _joins(step, index)} - _dropout(step)
+    joins = {index for index in range(len(step.ops)) if _joins(step, index)} - _dropout(step) - ops_inside_cells(step)
     chains = [
         piece
         for group in fusion_groups(step.trace, step.costs, step.touches)

@@ -3,7 +3,7 @@ import torch
 from gpu_steps import examined, found_in
 from planted import load, planted
 
-from nearpeak.findings.rules.skewed_experts import skewed_experts
+from nearpeak.findings.rules.experts import skewed_experts
 
 NAME = "skewed-experts"
 

@@ -1,0 +1,307 @@
+"""Experts run one after the other.
+
+expert-loop: A Python loop runs experts one after the other, and looks for the rows of each anew.
+skewed-experts: Experts run one after the other, some with few rows: their small GEMMs leave most of a GPU idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+from nearpeak.bound.tiles import FACTORS, product_sizes
+from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.loops import Loop, backward_of, batched_seconds, line_range, replacement_claims
+from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
+from nearpeak.findings.step import Step
+from nearpeak.ops.cost import Access
+from nearpeak.ops.formulas.matrix import result
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.units import quantity, seconds
+
+_LEAST = 4
+"""The least number of experts in a loop."""
+_UNEVEN = 1.5
+"""The least ratio of the largest number of rows to the mean."""
+_GROUPED = {"compute": 1.7, "memory": 1.2}
+"""The time of a grouped GEMM over that of a dense one with the same work. On an H200, 128 experts with 4096
+tokens, 8 experts each: 461 TFLOP/s with even groups and 405 with uneven ones, against 780 of a dense product."""
+
+_SELECTS = ("nonzero", "where", "index", "index_select", "masked_select", "gather", "argwhere", "nonzero_numpy")
+"""Operators that find or take the rows of an expert."""
+_SORTING_OPS = 6
+"""A sort, a count of rows by expert, its sum, and what computes their arguments."""
+_REMEDY = (
+    "order = expert_of_row.argsort()  # once for all experts; nothing is read by the host\n"
+    "ends = torch.bincount(expert_of_row, minlength=experts).cumsum(0, dtype=torch.int32)\n"
+    "out = torch._grouped_mm(x[order], weights, offs=ends)  # weights: experts x inputs x outputs"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLoop:
+    """A loop whose turns each take some rows and multiply them with weights of their own."""
+
+    loop: Loop
+    backward: list[int]
+    products: list[int]
+    """The first product of each turn."""
+
+    @property
+    def members(self) -> list[int]:
+        """All ops of the loop, forward and backward."""
+        return [*self.loop.members, *self.backward]
+
+    def places(self, step: Step) -> set[str]:
+        """The lines of the loop, or modules if the line is not known."""
+        return {step.ops[index].place for index in self.loop.members}
+
+
+def expert_loops(step: Step) -> list[ExpertLoop]:
+    """The loops over experts of a step, without loops inside of another one that is in the list."""
+    loops: list[ExpertLoop] = []
+    for loop in step.loops:
+        if any(set(loop.members) & set(other.loop.members) for other in loops):
+            continue
+        products = [_selected_products(step, turn) for turn in loop.turns]
+        if sum(bool(part) for part in products) < _LEAST or step.ops[loop.members[0]].phase != "forward":
+            continue
+        if all(_have_own_weights(step, products[start:end]) for start, end in _run_bounds(loop)):
+            firsts = [part[0] for part in products if part]
+            loops.append(ExpertLoop(loop=loop, backward=backward_of(step, loop), products=firsts))
+    return loops
+
+
+def _run_bounds(loop: Loop) -> Iterator[tuple[int, int]]:
+    start = 0
+    for run in loop.runs:
+        yield start, start + len(run)
+        start += len(run)
+
+
+def _selected_products(step: Step, turn: Sequence[int]) -> list[int]:
+    """The products of a turn whose rows the turn has selected."""
+    selected: set[int] = set()
+    products = []
+    for index in turn:
+        op = step.ops[index]
+        if op.packet.rpartition(".")[2] in _SELECTS or selected & set(step.flow.producers[index].values()):
+            selected.add(index)
+            sizes = product_sizes(op)
+            if sizes is not None and sizes[0] == 1:
+                products.append(index)
+    return products
+
+
+def _have_own_weights(step: Step, products: Sequence[Sequence[int]]) -> bool:
+    """Whether no two turns multiply with the same weight, and their weights have the same shapes."""
+    by_turn = [{_weight(step, index, False) for index in turn} for turn in products if turn]
+    shapes = {tuple(_weight_shape(step, index) for index in turn) for turn in products if turn}
+    return len(shapes) == 1 and len(set().union(*by_turn)) == sum(map(len, by_turn))
+
+
+def _weight_shape(step: Step, index: int) -> tuple[int, ...]:
+    op = step.ops[index]
+    return op.tensor(FACTORS[op.packet][1]).shape
+
+
+@rule("expert-loop", needs=["storages", "lines"])
+def expert_loop(step: Step) -> Iterator[Waste]:
+    """Loops over experts, compared with rows sorted by expert once, and grouped GEMMs."""
+    for experts in expert_loops(step):
+        members, places = experts.members, experts.places(step)
+        waits = [cause for cause in step.profile.idle if cause.cause == "synchronization" and cause.where in places]
+        waited_s = sum(cause.seconds for cause in waits)
+        remaining_s = _sorted_seconds(step, experts)
+        took = step.seconds(members)
+        gains, gone = replacement_claims(step, members, remaining_s, launches=_launches(step, experts))
+        turns = len(experts.loop.turns)
+        rows = [(product_sizes(step.ops[index]) or (1, 0, 0, 0))[1] for index in experts.products]
+        launched = sum(step.costs[index].family != "view" for index in members)
+        lines = line_range([step.ops[index].source for index in experts.loop.members])
+        count = sum(cause.count for cause in waits)
+        yield Waste(
+            title=f"{len(experts.loop.runs[0])} experts run one after the other in a Python loop"
+            + (", and the host waits for the rows of each." if count else "."),
+            op=_line_of_selection(step, experts.loop),
+            gains=gains,
+            gone=gone,
+            replaces=True,
+            idle={"synchronization": waited_s} if waited_s else {},
+            causes=waits,
+            evidence=f"The loop at {lines} takes {turns} turns, {launched / turns:.0f} ops each"
+            + (" with their backward pass" if experts.backward else "")
+            + f": {seconds(took)} in {launched:,} ops. Each turn finds the rows of its expert, {min(rows)} to "
+            f"{max(rows)}, and multiplies them with weights of its own"
+            + (f"; {count} times the host waits, and for {seconds(waited_s)} nothing runs." if count else "."),
+            reasoning="With the rows sorted by expert once, "
+            + ("grouped products" if step.machine.kind == "gpu" else "products of consecutive rows")
+            + f" and one op for what each turn does beside them take {seconds(remaining_s)}; nobody counts, so nobody "
+            "waits.",
+            remedy=_REMEDY + ("\n# or nearpeak.kernels.moe, for gated experts" if step.machine.kind == "gpu" else ""),
+        )
+
+
+def _line_of_selection(step: Step, loop: Loop) -> int:
+    """The op that finds the rows of the first expert, or the first of the loop."""
+    return next(
+        (index for index in loop.runs[0][0] if step.ops[index].packet.rpartition(".")[2] in _SELECTS),
+        loop.runs[0][0][0],
+    )
+
+
+def _sorted_seconds(step: Step, experts: ExpertLoop) -> float:
+    """The time of the loop's work for rows that are sorted by expert."""
+    products: dict[Hashable, list[int]] = {}
+    on_all_rows: dict[Hashable, list[int]] = {}
+    others: list[int] = []
+    rows = _rows_of_all(step, experts)
+    for index in experts.members:
+        op, family = step.ops[index], step.costs[index].family
+        key = (op.name, op.source, op.phase)
+        if family == "matrix":
+            products.setdefault(key, []).append(index)
+        elif _is_bookkeeping(op):
+            continue
+        elif family != "indexing" and op.written and op.written[0].shape[:1] == (rows,):
+            on_all_rows.setdefault(key, []).append(index)
+        else:
+            others.append(index)
+    runs = len(experts.loop.runs)
+    total_s = batched_seconds(step, others) + runs * _sorting_seconds(step, experts)
+    for members in products.values():
+        took = step.seconds(members)
+        has_grouped = step.machine.kind == "gpu" and step.machine.achievable is not None
+        total_s += min(took, _grouped(step, members)) if has_grouped else took
+    for members in on_all_rows.values():  # each turn has an op on all rows, where one is enough
+        total_s += runs * step.seconds(members) / len(members)
+    return total_s
+
+
+def _launches(step: Step, experts: ExpertLoop) -> int:
+    """The number of ops that remain: one for each line and operator, and those that sort."""
+    kinds = {
+        (op.name, op.source, op.phase)
+        for index in experts.members
+        if not _is_bookkeeping(op := step.ops[index]) and step.costs[index].family != "view"
+    }
+    return len(experts.loop.runs) * (len(kinds) + _SORTING_OPS)
+
+
+def _rows_of_all(step: Step, experts: ExpertLoop) -> int:
+    """The number of rows from which the turns take theirs."""
+    for index in experts.loop.members:
+        op = step.ops[index]
+        if op.packet in ("aten.index", "aten.index_select", "aten.gather") and len(op.tensor("self").shape) > 1:
+            return op.tensor("self").shape[0]
+    return -1
+
+
+def _is_bookkeeping(op: Op) -> bool:
+    """Whether an op works on row numbers and masks alone."""
+    tensors = [*op.inputs, *op.written]
+    return bool(tensors) and not any(tensor.dtype.startswith(("float", "bfloat")) for tensor in tensors)
+
+
+def _sorting_seconds(step: Step, experts: ExpertLoop) -> float:
+    """The time to sort row numbers by expert and to count them: of a sort, and of short ops."""
+    turns = len(experts.loop.turns)
+    per_run = len(experts.loop.runs[0])
+    rows = sum((product_sizes(step.ops[index]) or (1, 0, 0, 0))[1] for index in experts.products)
+    numbers = Tensor(shape=(max(1, rows * per_run // turns),), strides=(1,), dtype="int64", storage=-1)
+    sort = Op(
+        name="aten.sort.stable",
+        arguments={"self": numbers, "stable": False, "dim": 0, "descending": False},
+        outputs=(numbers, numbers),
+    )
+    return (step.expected(sort) or 0.0) + (_SORTING_OPS - 1) * step.expected_for_work((), ())
+
+
+def expert_places(step: Step) -> set[str]:
+    """The lines of loops over experts: what waits there is part of these findings."""
+    return set().union(*(experts.places(step) for experts in expert_loops(step)))
+
+
+@rule("skewed-experts", needs=["lines"])
+def skewed_experts(step: Step) -> Iterator[Waste]:
+    """GEMMs of one line with weights of one shape and uneven numbers of rows, compared with one grouped GEMM."""
+    if step.machine.kind != "gpu" or step.machine.achievable is None:
+        return
+    in_loops = {index for experts in expert_loops(step) for index in experts.members}
+    for members, rows in _loops(step, in_loops):
+        took = step.seconds(members)
+        grouped = _grouped(step, members)
+        joined = launches_removed(step, members, grouped)
+        if took + launch_wait_seconds(step, joined) <= grouped:
+            continue
+        ordered = sorted(rows)
+        few = sum(count * 4 < sum(rows) / len(rows) for count in rows)
+        m, n, k = (product_sizes(step.ops[members[0]]) or (1, 0, 0, 0))[1:]
+        yield Waste(
+            title=f"{len(members)} experts run one after the other, with {ordered[0]} to {ordered[-1]} rows each.",
+            op=max(members, key=step.time),
+            gains=proportional_gains(step, members, grouped),
+            gone=joined,
+            evidence=f"{len(members)} products like {m} x {k} by {k} x {n} take {seconds(took)} for {sum(rows)} rows: "
+            f"{ordered[len(rows) // 2]} in the median, less than a quarter of the mean in {few} of them.",
+            reasoning=f"One grouped product that reads and writes the same {quantity(step.bytes(members), 'B')} takes "
+            f"{seconds(grouped)}.",
+            remedy="order = expert_of_row.argsort()\n"
+            "ends = torch.bincount(expert_of_row, minlength=experts).cumsum(0, dtype=torch.int32)\n"
+            "out = torch._grouped_mm(x[order], weights, offs=ends)  # weights: experts x inputs x outputs, 16 bits\n"
+            "and a loss that keeps the experts' loads even",
+        )
+
+
+def _loops(step: Step, without: Collection[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """GEMMs that differ only in their weights and numbers of rows, with these numbers."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, op in enumerate(step.ops):
+        sizes = product_sizes(op) if op.packet in FACTORS else None
+        if (
+            sizes is None
+            or sizes[0] > 1
+            or not op.source
+            or index in without
+            or op.inputs[-1].dtype not in ("bfloat16", "float16")
+        ):
+            continue
+        _, m, n, k = sizes
+        groups.setdefault((op.source, op.phase, op.packet, 0, n, k), []).append(index)
+        if op.phase == "backward":  # gradients of weights
+            groups.setdefault((op.source, op.phase, op.packet, 2, m, n), []).append(index)
+    seen: set[int] = set()
+    for (*_, place, _, _), members in groups.items():
+        if len(members) < _LEAST or seen & set(members):
+            continue
+        rows = [(product_sizes(step.ops[index]) or (1, 0, 0, 0))[1:][int(str(place))] for index in members]
+        weights = {_weight(step, index, place == 2) for index in members}
+        if len(weights) == len(members) and max(rows) >= _UNEVEN * sum(rows) / len(rows):
+            seen |= set(members)
+            yield members, rows
+
+
+def _weight(step: Step, index: int, gradient: bool) -> tuple[int, int]:
+    op = step.ops[index]
+    tensor = result(op) if gradient else op.tensor(FACTORS[op.packet][1])
+    return tensor.storage, tensor.offset
+
+
+def _grouped(step: Step, members: Sequence[int]) -> float:
+    """The time of one grouped GEMM."""
+    limits = step.machine.achievable
+    assert limits is not None  # else there is nothing to expect
+    reads: list[Access] = []
+    writes: list[Access] = []
+    flops: dict[str, float] = {}
+    for index in members:
+        cost = step.costs[index]
+        reads.extend(Access(storage=-1 - len(reads), bytes=access.bytes) for access in cost.reads)
+        writes.extend(Access(storage=10**9 + len(writes), bytes=access.bytes) for access in cost.writes)
+        for dtype, count in cost.flops.items():
+            flops[dtype] = flops.get(dtype, 0.0) + count
+    computing = sum(count / limits.peak(dtype) for dtype, count in flops.items())
+    moving = sum(access.bytes for access in (*reads, *writes)) / limits.bandwidth
+    bound = "compute" if computing > moving else "memory"
+    return _GROUPED[bound] * step.expected_for_work(reads, writes, flops, kind=f"matrix/{bound}")
