@@ -56,7 +56,8 @@ def find_loops(ops: Sequence[Op]) -> tuple[Loop, ...]:
     for starts in positions.values():
         if len(starts) < MIN_TURNS or _is_explained(starts, turns_of):
             continue
-        runs = tuple(tuple(tuple(range(*turn)) for turn in run) for run in _runs(keys, starts))
+        found = _from_first_op(keys, list(_runs(keys, starts)))
+        runs = tuple(tuple(tuple(range(*turn)) for turn in run) for run in found)
         if not runs:
             continue
         for number, turn in enumerate(turn for run in runs for turn in run):
@@ -97,6 +98,25 @@ def _runs(keys: Sequence[Hashable], starts: Sequence[int]) -> Iterator[list[tupl
         run = []
     if len(run) >= MIN_TURNS:
         yield run
+
+
+def _from_first_op(keys: Sequence[Hashable], runs: Sequence[list[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
+    """The runs with turns that begin with their first op, which may be one that a turn has twice.
+
+    Turns begin at an op that each has once. What precedes the first turn, and is what the other turns end with, belongs
+    to the beginning of the turns.
+    """
+    free = 0
+    for run in runs:
+        (start, end), earlier = run[0], 0
+        while (
+            start - earlier > free
+            and earlier < end - start - 1
+            and keys[start - earlier - 1] == keys[end - earlier - 1]
+        ):
+            earlier += 1
+        free = run[-1][1]
+        yield [(first - earlier, last - earlier) for first, last in run[:-1]] + [(run[-1][0] - earlier, run[-1][1])]
 
 
 def backward_of(step: Step, loop: Loop) -> list[int]:

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from gpu_steps import examined
+from gpu_steps import examined, found_in
 
 from nearpeak.findings.rules.dense_embedding_gradient import dense_embedding_gradient
 
@@ -69,3 +69,37 @@ def test_plain_sgd_takes_sparse_gradients_itself():
 )
 def test_silent(build):
     assert not list(dense_embedding_gradient(examined(build)))
+
+
+def bags(make, *, tables=3, sparse=False):
+    def build():
+        layers = torch.nn.ModuleList(
+            torch.nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=sparse) for _ in range(tables)
+        )
+        optimizer = make(list(layers.parameters()))
+        ids = torch.randint(ROWS, (64, tables, 8))
+
+        def step():
+            sum(table(ids[:, number]).sum() for number, table in enumerate(layers)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return build
+
+
+@pytest.mark.parametrize("make", [foreach, fused, lambda all_of: torch.optim.Adagrad(all_of, lr=0.1, foreach=True)])
+def test_bags_of_rows_are_lookups_too_and_the_optimizer_is_their_waste(make):
+    step = examined(bags(make))
+    wastes = list(dense_embedding_gradient(step))
+    assert len(wastes) == 3 and all("EmbeddingBag" in waste.remedy for waste in wastes)
+    (found, *rest) = found_in(step)
+    assert (found.rule, found.places) == ("dense-embedding-gradient", 3)
+    assert found.share > 0.5 and all(item.share < 0.15 for item in rest)
+
+
+def test_a_sparse_gradient_of_bags_is_not_named():
+    assert not list(
+        dense_embedding_gradient(examined(bags(lambda all_of: torch.optim.SGD(all_of, lr=0.1), sparse=True)))
+    )

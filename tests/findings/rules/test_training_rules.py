@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from gpu_steps import examined
+from gpu_steps import examined, found_in
 
 from nearpeak.findings.rules.gradients_zeroed import gradients_zeroed
 from nearpeak.findings.rules.unfused_optimizer import unfused_optimizer
 
 
-def training(passes=1, *, optimizer=None, zero=None):
+def training(passes=1, *, optimizer=None, zero=None, depth=3):
     """A step on this CPU, taken once before, so that gradients and states exist."""
 
     def build():
-        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(3)))
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(depth)))
         x = torch.randn(8, 64)
         made = None if optimizer is None else optimizer(model.parameters())
 
@@ -74,3 +74,102 @@ class Scaled(torch.optim.Optimizer):
 @pytest.mark.parametrize("made", [lambda parameters: torch.optim.AdamW(parameters, fused=True), Scaled])
 def test_other_optimizers_are_not_named(made):
     assert not list(unfused_optimizer(training(optimizer=made, zero=True)))
+
+
+def lerped(parameter, gradient, mean, square):
+    mean.lerp_(gradient, 0.1)
+    square.mul_(0.999)
+    square.add_(gradient * gradient * 0.001)
+    parameter.sub_(1e-5 * parameter)
+    parameter.add_(-1e-3 * mean / (square.sqrt() + 1e-8))
+
+
+def copied(parameter, gradient, mean, square):
+    mean.copy_(0.9 * mean + 0.1 * gradient)
+    square.copy_(0.999 * square + 0.001 * gradient**2)
+    parameter.copy_(parameter * (1 - 1e-5) - 1e-3 * mean / (square.sqrt() + 1e-8))
+
+
+def coupled(parameter, gradient, mean, square):
+    gradient = gradient.add(parameter, alpha=1e-2)
+    mean.mul_(0.9).add_(gradient, alpha=0.1)
+    square.mul_(0.999).addcmul_(gradient, gradient, value=0.001)
+    parameter.addcdiv_(mean, square.sqrt().add_(1e-8), value=-1e-3)
+
+
+def scaled(parameter, gradient, mean, square):
+    square.mul_(0.99).addcmul_(gradient, gradient, value=0.01)
+    parameter.addcdiv_(gradient, square.sqrt().add_(1e-8), value=-1e-3)
+
+
+def with_momentum(parameter, gradient, mean, square):
+    mean.mul_(0.9).add_(gradient)
+    parameter.add_(mean, alpha=-0.1)
+
+
+def by_signs(parameter, gradient, mean, square):
+    parameter.mul_(0.99).add_((0.9 * mean + 0.1 * gradient).sign(), alpha=-1e-3)
+    mean.lerp_(gradient, 0.01)
+
+
+class ByHand(torch.optim.Optimizer):
+    """An update of one parameter, in an optimizer."""
+
+    def __init__(self, parameters, update):
+        super().__init__(parameters, {})
+        self.update = update
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            states = self.state.setdefault(parameter, [torch.zeros_like(parameter) for _ in range(2)])
+            self.update(parameter, parameter.grad, *states)
+
+
+class Loop:
+    """The same without torch's class, as a script would write it."""
+
+    def __init__(self, parameters, update):
+        self.parameters, self.update = list(parameters), update
+        self.states = [[torch.zeros_like(parameter) for _ in range(2)] for parameter in self.parameters]
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, states in zip(self.parameters, self.states, strict=True):
+            self.update(parameter, parameter.grad, *states)
+
+
+@pytest.mark.parametrize("kind", [ByHand, Loop])
+@pytest.mark.parametrize(
+    ("update", "remedy"),
+    [
+        (lerped, "torch.optim.AdamW(parameters, lr=..., fused=True)"),
+        (copied, "torch.optim.AdamW(parameters, lr=..., fused=True)"),
+        (coupled, "torch.optim.Adam(parameters, lr=..., fused=True)"),
+        (scaled, "torch.optim.RMSprop(parameters, lr=..., foreach=True)"),
+        (with_momentum, "torch.optim.SGD(parameters, lr=..., momentum=..., fused=True)"),
+        (by_signs, "torch.compile("),
+    ],
+)
+def test_an_update_by_hand_is_one_finding_with_the_optimizer_that_it_is(kind, update, remedy):
+    step = training(optimizer=lambda parameters: kind(parameters, update), zero=True, depth=12)
+    (waste,) = unfused_optimizer(step)
+    assert remedy in waste.remedy.splitlines()[0]
+    assert not {"per-tensor-loop", "unfused-pointwise"} & {finding.rule for finding in found_in(step)}
+
+
+def test_an_average_of_the_parameters_is_an_update_of_its_own():
+    class Averaged(Loop):
+        def __init__(self, parameters):
+            super().__init__(parameters, lerped)
+            self.averages = [parameter.detach().clone() for parameter in self.parameters]
+
+        @torch.no_grad()
+        def step(self):
+            super().step()
+            for average, parameter in zip(self.averages, self.parameters, strict=True):
+                average.mul_(0.99)
+                average.add_(parameter, alpha=0.01)
+
+    update, average = unfused_optimizer(training(optimizer=Averaged, zero=True, depth=12))
+    assert "torch.optim.AdamW" in update.remedy and "torch._foreach_lerp_" in average.remedy

@@ -83,6 +83,7 @@ def copies_to_host(step: Step, where: str) -> bool:
 
 _BULK_ELEMENTS = 16
 """Elements of a tensor from which a copy to the host is data for Python code, not a number to be logged."""
+_MAX_OPS_BETWEEN_COPIES = 4
 MIN_STRETCH_S = 5e-4
 """Shorter stretches of Python are the overhead of calling ops."""
 
@@ -90,8 +91,7 @@ MIN_STRETCH_S = 5e-4
 def reads_for_python(step: Step) -> dict[str, str]:
     """Places at which tensors are copied to the host for a long stretch of Python: by place, that of the next op.
 
-    Nothing but views and further copies is between the copy and the stretch, so that the code in the stretch has to
-    wait for the copy.
+    At most a few ops are between the copies and the stretch, so that the code in the stretch waits for them.
     """
     stretches = {
         cause.where
@@ -99,16 +99,15 @@ def reads_for_python(step: Step) -> dict[str, str]:
         if cause.cause == "python" and not cause.what and cause.where and cause.seconds >= MIN_STRETCH_S
     }
     reads: dict[str, str] = {}
-    copied: list[str] = []
+    copied: dict[str, int] = {}
+    """The places of copies, with the number of ops since."""
     for index, op in enumerate(step.ops):
         if _is_bulk_read(step, op):
-            copied.append(op.place)
-        elif step.costs[index].family == "view" or op.packet in READS or op.origin == "host":
-            continue
-        else:
+            copied[op.place] = 0
+        elif step.costs[index].family != "view" and op.packet not in READS and op.origin != "host":
             if op.place in stretches:
                 reads.update((place, op.place) for place in copied if place != op.place)
-            copied = []
+            copied = {place: ops + 1 for place, ops in copied.items() if ops < _MAX_OPS_BETWEEN_COPIES}
     return reads
 
 

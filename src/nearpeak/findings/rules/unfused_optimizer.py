@@ -71,8 +71,8 @@ def _where(step: Step, members: Sequence[int]) -> str:
 def updates(step: Step) -> list[list[int]]:
     """The ops of each update of parameters: of an optimizer, or written by hand in the step.
 
-    Ops belong together if they are at one line, write the same storage, or if one reads what another wrote, other than
-    the parameters: an average of the parameters is an update of its own.
+    Ops belong together if they are at one line, write the same storage, or read or write the same gradient or state;
+    not if one reads the parameters that another wrote: an average of the parameters is an update of its own.
     """
     members = [index for index, op in enumerate(step.ops) if op.phase == "optimizer"]
     members += _written_by_hand(step)
@@ -86,12 +86,14 @@ def updates(step: Step) -> list[list[int]]:
 
     related: dict[Hashable, int] = {}
     for index in sorted(members):
-        keys: list[Hashable] = [("writes", storage) for storage in step.touches[index].writes]
+        reads, writes = step.touches[index]
+        keys: list[Hashable] = [
+            storage
+            for storage in {*reads, *writes}
+            if not _is_scalar(step, storage) and (storage in writes or not _is_parameter(step, storage))
+        ]
         if step.ops[index].source:
-            keys.append(("line", step.ops[index].source))
-        for storage, writer in step.flow.producers[index].items():
-            if writer in parent and not _is_parameter(step, storage) and not _is_scalar(step, storage):
-                parent[root(index)] = root(writer)
+            keys.append(step.ops[index].source)
         for key in keys:
             parent[root(index)] = root(related.setdefault(key, index))
     groups: dict[int, list[int]] = {}
@@ -129,6 +131,13 @@ def _written_by_hand(step: Step) -> list[int]:
                 and any(tensor.shape == shape for tensor in op.written)
             ):
                 queue.append((writer, shape))
+    touched = {storage for index in found for storage in step.flow.read_by[index] if not _is_parameter(step, storage)}
+    for index, op in enumerate(step.ops):  # states that are changed after they were used
+        if op.phase == "forward" and op.mutated and step.costs[index].family in FAMILIES:
+            (target, *others) = op.tensors(*op.mutated) or (None,)
+            whole = [tensor for tensor in op.inputs if len(tensor.shape)]
+            if target is not None and not others and len(whole) > 1 and target.storage in touched:
+                found.add(index)
     return sorted(found)
 
 

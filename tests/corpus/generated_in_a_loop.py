@@ -1,0 +1,77 @@
+"""A whole text is generated in one step, and each turn of the loop runs all of it through the model."""
+
+import torch
+
+RULE = "no-kv-cache"
+DEVICES = ("cpu", "cuda")
+VOCABULARY, HEADS = 500, 8
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
+        self.out = torch.nn.Linear(width, width, bias=False)
+
+    def forward(self, x, mask, cache):
+        query, key, value = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, dim=1)
+        if cache is not None:
+            end = mask.shape[1]
+            cache[0][:, :, end - x.shape[1] : end], cache[1][:, :, end - x.shape[1] : end] = key, value
+            key, value = cache[0][:, :, :end], cache[1][:, :, :end]
+        scores = query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5
+        scores = scores.masked_fill(~mask, float("-inf"))
+        return self.out((scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(2))  # waste
+
+
+class Model(torch.nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(VOCABULARY, width)
+        self.layers = torch.nn.ModuleList(Layer(width) for _ in range(depth))
+        self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
+        self.register_buffer("mask", torch.ones(1024, 1024, dtype=torch.bool).tril())
+
+    def forward(self, tokens, start=0, caches=None):
+        x, end = self.embedding(tokens), start + tokens.shape[1]
+        for number, layer in enumerate(self.layers):
+            x = layer(x, self.mask[start:end, :end], None if caches is None else caches[number])
+        return self.head(x[:, -1])
+
+
+def prompted(device):
+    torch.manual_seed(0)
+    width, depth, batch, length, more = (2048, 4, 64, 512, 8) if device == "cuda" else (256, 2, 16, 64, 6)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = Model(width, depth).to(device).to(dtype).eval()
+    return model, torch.randint(VOCABULARY, (batch, length), device=device), more, width, dtype
+
+
+def waste(device):
+    model, prompt, more, _, _ = prompted(device)
+
+    @torch.inference_mode()
+    def step():
+        tokens = prompt
+        for _ in range(more):
+            tokens = torch.cat([tokens, model(tokens).argmax(dim=-1, keepdim=True)], dim=1)
+        return tokens
+
+    return step
+
+
+def clean(device):
+    model, prompt, more, width, dtype = prompted(device)
+    batch, length = prompt.shape
+    size = (batch, HEADS, length + more, width // HEADS)
+    caches = [[torch.zeros(size, device=device, dtype=dtype) for _ in "kv"] for _ in model.layers]
+
+    @torch.inference_mode()
+    def step():
+        model(prompt, 0, caches)
+        last = prompt[:, -1:]
+        for number in range(1, more):
+            last = model(last, length + number - 1, caches).argmax(dim=-1, keepdim=True)
+        return last
+
+    return step

@@ -1,0 +1,32 @@
+"""Each probability is compared in Python, one read of a tensor at a time."""
+
+import torch
+
+RULE = "reads-in-a-loop"
+DEVICES = ("cpu", "cuda")
+LENGTH = 200
+
+
+def parts(device):
+    size, dtype = (4096, torch.bfloat16) if device == "cuda" else (256, torch.float32)
+    return torch.randn(size, size, device=device, dtype=dtype)
+
+
+def waste(device):
+    weight = parts(device)
+
+    def step():
+        scores = (weight @ weight)[0, :LENGTH]
+        return [place for place in range(LENGTH) if scores[place].item() > 0]  # waste
+
+    return step
+
+
+def clean(device):
+    weight = parts(device)
+
+    def step():
+        scores = (weight @ weight)[0, :LENGTH]
+        return [place for place, score in enumerate(scores.tolist()) if score > 0]
+
+    return step
