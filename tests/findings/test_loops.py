@@ -104,3 +104,15 @@ def test_a_turn_begins_with_its_first_op_also_if_it_has_that_twice():
     (loop,) = loops_of(step)
     assert len(loop.members) == 6 * 5  # two transposed weights, two products, a sum
     assert len({len(turn) for turn in loop.turns}) == 1
+
+
+def test_a_branch_that_some_turns_take_does_not_end_the_loop():
+    def step():
+        best, total = 0, torch.zeros(3)
+        for number in range(12):
+            total = total + 1
+            if number in (1, 4, 5):
+                best = best + torch.ones(3) * 2
+        return total + best
+
+    assert [12] in map(shape, loops_of(step))

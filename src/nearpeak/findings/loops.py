@@ -19,6 +19,9 @@ MIN_TURNS = 4
 _MAX_FOREIGN = 0.15
 """Of the ops of a turn, the share that other turns do not have: a branch that only some turns take."""
 
+_BRANCH_LINES = 2
+"""A branch has its lines at most so many after that of its condition."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
@@ -88,8 +91,9 @@ def _runs(keys: Sequence[Hashable], starts: Sequence[int]) -> Iterator[list[tupl
         own = start
         while own < end and keys[own] in ordinary:
             own += 1
-        foreign = sum(key not in ordinary for key in keys[own:end])
-        if end < len(keys) and foreign <= _MAX_FOREIGN * (end - start):
+        foreign = [key for key in keys[own:end] if key not in ordinary]
+        has_branch = ordinary.issubset(keys[start:end]) and _is_branch(foreign, ordinary)
+        if end < len(keys) and (len(foreign) <= _MAX_FOREIGN * (end - start) or has_branch):
             run.append((start, end))
             continue
         run.append((start, own))  # the last turn: something else follows
@@ -98,6 +102,20 @@ def _runs(keys: Sequence[Hashable], starts: Sequence[int]) -> Iterator[list[tupl
         run = []
     if len(run) >= MIN_TURNS:
         yield run
+
+
+def _is_branch(foreign: Sequence[Hashable], ordinary: Collection[Hashable]) -> bool:
+    """Whether ops are at lines of a branch that few turns take: right after lines of an ordinary turn."""
+    lines = {_line(key) for key in ordinary}
+    return all(
+        (file, number) not in lines and any((file, number - back) in lines for back in range(1, _BRANCH_LINES + 1))
+        for file, number in map(_line, foreign)
+    )
+
+
+def _line(key: Hashable) -> tuple[str, int]:
+    file, _, number = key[1].rpartition(":") if isinstance(key, tuple) else ("", "", "")
+    return file, int(number) if number.isdigit() else 0
 
 
 def _from_first_op(keys: Sequence[Hashable], runs: Sequence[list[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
