@@ -59,6 +59,12 @@ _BLANK = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\uf
 """Letters and marks, to Unicode, that show nothing."""
 
 
+class StatusLine(str):
+    """How far something is: a line that the next one replaces, where lines can be replaced."""
+
+    __slots__ = ()
+
+
 def printable(text: str) -> str:
     """Text in which every character can be seen, for everything that shows text from outside of this package.
 

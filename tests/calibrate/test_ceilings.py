@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from nearpeak.calibrate import ceilings as module
-from nearpeak.calibrate.ceilings import CeilingCollector, best_rate, calibrate_host, median_duration
+from nearpeak.calibrate.ceilings import HOST_SECONDS, CeilingCollector, best_rate, calibrate_host, median_duration
+from nearpeak.calibrate.progress import CalibrationProgress
 from nearpeak.machines.machine import Ceiling
 from nearpeak.measure.timing import Block
 
@@ -44,7 +45,7 @@ def test_steady_blocks_have_no_spread():
 
 
 def test_the_best_of_several_ways_is_kept():
-    ceilings = CeilingCollector(None)
+    ceilings = CeilingCollector()
     for value in (2.0, 3.0, 1.0):
         ceilings.best("cache_bandwidth", ceiling(value))
     assert ceilings.value("cache_bandwidth") == 3.0
@@ -54,7 +55,7 @@ def test_the_best_of_several_ways_is_kept():
 
 
 def test_a_group_is_what_follows_its_prefix():
-    ceilings = CeilingCollector(None)
+    ceilings = CeilingCollector()
     for name in ("matrix.bfloat16", "matrix.float8", "matrix_sustained.bfloat16", "vector.float32"):
         ceilings.set(name, ceiling(len(name)))
     assert ceilings.group("matrix") == {"bfloat16": 15, "float8": 13}
@@ -62,15 +63,8 @@ def test_a_group_is_what_follows_its_prefix():
     assert ceilings.group("launch") == {}
 
 
-def test_progress_is_told():
-    lines = []
-    CeilingCollector(lines.append).say("memory: copy")
-    CeilingCollector(None).say("nobody listens")
-    assert lines == ["memory: copy"]
-
-
 def test_what_was_found_becomes_the_ceilings_of_a_machine():
-    ceilings = CeilingCollector(None)
+    ceilings = CeilingCollector()
     found = {
         "bandwidth.copy": 3.0,
         "bandwidth.read": 4.0,
@@ -114,7 +108,7 @@ def test_a_small_calibration_of_this_cpu(monkeypatch):
 
     monkeypatch.setattr(module, "_host_bandwidths", small_bandwidths)
     lines = []
-    found = calibrate_host(lines.append)
+    found = calibrate_host(CalibrationProgress(lines.append, "measuring", whole_s=HOST_SECONDS))
     assert sizes == [2**27]  # at least this, and past the cache
     assert 1e6 < found.bandwidth < 1e14
     assert found.bandwidth == max(found.ceilings[f"bandwidth.{way}"].value for way in ("copy", "read", "fill", "triad"))
@@ -126,12 +120,16 @@ def test_a_small_calibration_of_this_cpu(monkeypatch):
     assert 1e-8 < found.launch.host_call < 1e-3
     assert 0.0 <= found.launch.cold_start < 1e-2
     assert found.launch.enqueue is None
-    assert "matrix product in float32" in lines
+    assert [line.partition("(")[2].rstrip(")") for line in lines] == [
+        *("one small operation", "memory", "cache", "one small operation"),
+        *(f"products in {dtype}" for dtype in ("float32", "float64", "bfloat16", "float16", "int8")),
+        "one small operation",
+    ]
 
 
 def test_a_matrix_engine_makes_its_dtypes_matrix_rates(monkeypatch):
     monkeypatch.setattr(module, "HOST_GEMM_SIZES", (16,))
-    ceilings = CeilingCollector(None)
+    ceilings = CeilingCollector()
     module._host_gemms(ceilings, torch.bfloat16, "AMX")
     assert set(ceilings.figures) == {"matrix.bfloat16"}
 
@@ -146,7 +144,7 @@ def test_products_stop_before_one_takes_too_long(monkeypatch):
     monkeypatch.setattr(module, "_host_gemm", product)
     monkeypatch.setattr(module, "_hot_sampler", lambda call: FakeSampler(*[1.0] * 20))  # 1 s, whatever the size
     monkeypatch.setattr(module, "HOST_GEMM_SIZES", (16, 32, 64))
-    module._host_gemms(CeilingCollector(None), torch.float64, None)
+    module._host_gemms(CeilingCollector(), torch.float64, None)
     assert sizes == [16]
 
 
@@ -158,6 +156,6 @@ def test_a_product_that_this_torch_lacks_is_left_out(monkeypatch):
         return call
 
     monkeypatch.setattr(module, "_host_gemm", product)
-    ceilings = CeilingCollector(None)
+    ceilings = CeilingCollector()
     module._host_gemms(ceilings, torch.float16, None)
     assert ceilings.figures == {}

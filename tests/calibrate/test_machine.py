@@ -3,12 +3,15 @@ import dataclasses
 import pytest
 import torch
 
+from nearpeak._display import StatusLine
 from nearpeak.calibrate import machine as module
 from nearpeak.calibrate.machine import machine
+from nearpeak.calibrate.progress import CalibrationProgress, Task
 from nearpeak.devices.host_load import HostShares
 from nearpeak.errors import UnknownMachine
 from nearpeak.machines import catalogue
-from nearpeak.machines.machine import Achievable, EfficiencyPoint
+from nearpeak.machines.calibrations import CalibrationKey
+from nearpeak.machines.machine import Achievable, Ceiling, EfficiencyPoint
 
 
 class Others:
@@ -36,7 +39,7 @@ def here(tmp_path, monkeypatch):
     def calibrate(progress):
         bandwidth = 1e10 + made.count("ceilings")
         made.append("ceilings")
-        progress("memory: copy")
+        progress.run([Task(name="memory", seconds=1.0, measure=lambda: None)])
         return Achievable(how="measured", note="made up", bandwidth=bandwidth, matrix={}, vector={"float32": 1e11})
 
     def efficiency(found, progress):
@@ -62,11 +65,22 @@ def test_an_unknown_machine_is_answered_with_the_nearest():
         machine("h100-sxn")
 
 
-def test_ceilings_and_kernels_are_measured_once_and_kept(here):
-    first = machine()
+def test_all_of_it_is_measured_when_asked_and_kept(here):
+    first = machine(calibrate=True)
     assert first.achievable.efficiency["pointwise"] == (EfficiencyPoint(bound_seconds=1e-6, ratio=2.0),)
-    assert machine() == first
+    assert not first.achievable.quick
+    assert machine() == machine(complete=True) == first
     assert here == ["ceilings", "kernels"]
+
+
+def test_a_quick_one_is_completed_once_where_all_of_it_is_needed(here):
+    lines = []
+    assert machine().achievable.quick
+    complete = machine(complete=True, progress=lines.append)
+    assert not complete.achievable.quick
+    assert lines[0].startswith("measuring this machine (all of it, for predictions): 0 %")
+    assert machine(complete=True) == complete
+    assert here == ["ceilings", "ceilings", "kernels"]
 
 
 def only_file(tmp_path):
@@ -74,15 +88,19 @@ def only_file(tmp_path):
     return file
 
 
-def test_the_first_call_measures_and_later_ones_read(here):
+def test_the_first_call_measures_quickly_and_later_ones_read(here):
     lines = []
     first = machine(progress=lines.append)
     assert first.kind == "cpu"
     assert first.achievable.bandwidth == 1e10
-    assert lines == ["measuring this machine, once", "memory: copy"]
+    assert first.achievable.quick
+    status, end = lines
+    assert isinstance(status, StatusLine)  # the next one replaces it
+    assert status.startswith("measuring this machine (the first time): 0 %, about ")
+    assert end.startswith("measured this machine in ") and "`nearpeak machine --calibrate` measures more" in end
     lines.clear()
     assert machine(progress=lines.append) == first
-    assert here == ["ceilings", "kernels"]
+    assert here == ["ceilings"]
     assert lines == []
 
 
@@ -106,16 +124,50 @@ def test_a_damaged_file_is_measured_again_and_said(here, tmp_path, damage):
     assert here.count("ceilings") == 2
 
 
-def test_another_number_of_threads_is_another_machine(here, monkeypatch):
+def test_another_number_of_threads_is_another_machine_and_why_is_said(here, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     machine()
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 97)
-    assert machine().achievable.bandwidth == 1e10 + 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    lines = []
+    assert machine(progress=lines.append).achievable.bandwidth == 1e10 + 1
+    assert all("(torch uses 1 thread, 2 before)" in line for line in lines)
 
 
-def test_another_torch_is_another_machine(here, monkeypatch):
+def test_another_torch_is_another_machine_and_why_is_said(here, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "98.0")
     machine()
     monkeypatch.setattr(torch, "__version__", "99.0")
-    assert machine().achievable.bandwidth == 1e10 + 1
+    lines = []
+    assert machine(progress=lines.append).achievable.bandwidth == 1e10 + 1
+    assert all("(torch is now 99.0, was 98.0)" in line for line in lines)
+
+
+def test_a_device_beside_others_is_measured_for_the_first_time(here, monkeypatch):
+    machine()
+    monkeypatch.setattr(module, "calibration_key", lambda device: CalibrationKey(device="x", driver="1", torch="2"))
+    lines = []
+    machine(progress=lines.append)
+    assert "(the first time on x)" in lines[0]
+
+
+def test_what_a_quick_calibration_of_a_gpu_leaves_out_is_derated(here):
+    listed = catalogue.find("h200-sxm")
+    measured = Achievable(
+        how="measured",
+        note="",
+        bandwidth=4e12,
+        matrix={"bfloat16": 7e14},
+        vector={},
+        quick=True,
+        ceilings={"matrix.bfloat16": Ceiling(value=7e14, spread=0.0, how="")},
+    )
+    filled = module._fill_in(measured, listed)
+    assert filled.matrix["bfloat16"] == 7e14
+    assert filled.matrix["float8"] == listed.achievable.matrix["float8"]
+    assert filled.vector == listed.achievable.vector
+    assert {"matrix.float8", "vector.float32"} <= filled.derated_peaks
+    assert "matrix.bfloat16" not in filled.derated_peaks
+    assert dataclasses.replace(filled, quick=False).derated_peaks == frozenset()
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory_of_it(here, tmp_path, monkeypatch):
@@ -138,13 +190,21 @@ def test_a_calibration_beside_other_work_is_taken_again_when_there_is_none(here)
     others.share = 0.0
     lines.clear()
     assert machine(progress=lines.append).achievable.bandwidth == 1e10 + 1
-    assert lines[0].endswith("other work used 60 % of the cores meanwhile. Measuring again")
+    assert "(again, the last was doubtful: other work used 60 % of the cores meanwhile): 0 %" in lines[0]
     assert machine().achievable.bandwidth == 1e10 + 1
-    assert here.count("ceilings") == 2
+    assert here == ["ceilings", "ceilings"]  # as quickly as the first time
+
+
+def test_a_doubtful_one_that_was_complete_is_measured_again_quickly(here):
+    others.share = 0.6
+    machine(calibrate=True)
+    others.share = 0.0
+    assert machine().achievable.quick
+    assert here == ["ceilings", "kernels", "ceilings"]
 
 
 def test_what_contradicts_itself_on_a_quiet_machine_is_not_taken_again_and_again(here, monkeypatch):
-    slow_cache = dataclasses.replace(module.calibrate_host(lambda line: None), cache_bandwidth=1e9)
+    slow_cache = dataclasses.replace(module.calibrate_host(CalibrationProgress()), cache_bandwidth=1e9)
     monkeypatch.setattr(module, "calibrate_host", lambda progress: slow_cache)
     lines = []
     first = machine(progress=lines.append)
@@ -154,7 +214,7 @@ def test_what_contradicts_itself_on_a_quiet_machine_is_not_taken_again_and_again
 
 
 def test_where_nobody_counts_other_work_a_doubtful_calibration_stays(here, monkeypatch):
-    slow_cache = dataclasses.replace(module.calibrate_host(lambda line: None), cache_bandwidth=1e9)
+    slow_cache = dataclasses.replace(module.calibrate_host(CalibrationProgress()), cache_bandwidth=1e9)
     monkeypatch.setattr(module, "calibrate_host", lambda progress: slow_cache)
     others.share = None
     first = machine()
@@ -164,7 +224,7 @@ def test_where_nobody_counts_other_work_a_doubtful_calibration_stays(here, monke
 
 def test_a_stored_one_from_before_work_was_counted_is_taken_again_if_it_contradicts_itself(here, monkeypatch):
     good = module.calibrate_host
-    poor = dataclasses.replace(good(lambda line: None), cache_bandwidth=1e9)
+    poor = dataclasses.replace(good(CalibrationProgress()), cache_bandwidth=1e9)
     monkeypatch.setattr(module, "calibrate_host", lambda progress: poor)
     others.share = None
     machine()

@@ -120,7 +120,7 @@ def test_a_script_that_fails_keeps_its_exit_code_and_gives_its_profile(script, c
 
 def test_too_few_steps_are_said(script, capsys):
     assert main(["profile", "--on", "h200-sxm", script, "3", "0"]) == 2
-    assert "A profile needs about twenty" in capsys.readouterr().err
+    assert "took 3 steps. A profile needs about 20 of them" in capsys.readouterr().err
     assert main(["profile", "--on", "h200-sxm", script, "3", "5"]) == 5
     assert main(["profile", "--on", "h200-sxm", "no/such.py"]) == 2
     assert "no such script" in capsys.readouterr().err

@@ -46,6 +46,26 @@ def test_each_doubt(changes, doubt):
     assert calibration_doubts(measured(**changes)) == (doubt,)
 
 
+def test_only_peaks_of_dtypes_that_are_used_count():
+    ceilings = {"vector.int8": ceiling(5e11, 1.6), "vector.float32": ceiling(1e11, 0.1)}
+    machine = measured(ceilings=ceilings)
+    assert calibration_doubts(machine, {"float32"}) == ()
+    assert calibration_doubts(machine, {"float32", "int8"}) == ("repeats of vector.int8 lay 160 % apart",)
+    assert not is_worth_repeating(machine)  # nearly nothing computes in it
+    slow_cache = measured(ceilings=ceilings, cache_bandwidth=1e9)
+    assert "the cache was slower" in calibration_doubts(slow_cache, {"float32"})[0]
+
+
+def test_of_peaks_above_the_datasheet_only_those_that_are_used_count():
+    listed = catalogue.find("h200-sxm")
+    peaks = {**listed.achievable.matrix, "float8": 9e15}
+    machine = dataclasses.replace(
+        listed, achievable=dataclasses.replace(listed.achievable, how="measured", matrix=peaks)
+    )
+    assert calibration_doubts(machine, {"bfloat16"}) == ()
+    assert "float8 was faster than its datasheet" in calibration_doubts(machine, {"float8"})[0]
+
+
 def test_ways_that_are_not_the_ceiling_may_scatter():
     ceilings = {
         "bandwidth.copy": ceiling(1e10),

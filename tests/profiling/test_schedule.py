@@ -51,6 +51,19 @@ def test_long_steps_need_few():
     assert schedule.walls == [30.0, 30.0]
 
 
+@pytest.mark.parametrize("took", [0.001, 0.3, 0.7, 2.0, 30.0])
+@pytest.mark.parametrize("taken", [0, 2, 9])
+def test_about_as_many_steps_as_it_says_are_left_suffice(took, taken):
+    """But for one, which a session takes between warm-up and clean steps."""
+    _, schedule = phases([took] * taken)
+    schedule._took = took  # as if one had been seen
+    left, now, more = schedule.steps_left(1) - (schedule.phase in ("warm-up", "clean")), took * taken, 0
+    while schedule.phase != "done":
+        now, more = now + took, more + 1
+        schedule.step_ended(now)
+    assert more <= left <= more + 2
+
+
 def run(steps, **first):
     """Each step is its seconds, its kind and how many graphs were compiled so far."""
     schedule, now, found = Schedule(**first), 0.0, []

@@ -33,6 +33,29 @@ def test_a_line_is_said_when_no_step_ends_and_again_after_longer_times():
         wait_until(lambda: any("no step after the first 1 for" in line for line in lines))
 
 
+def test_only_the_time_of_the_program_counts(monkeypatch):
+    """Reading a long recording is no wait for a step, and does not end a script for `--wait`."""
+    lines = []
+    session = Session(lines.append)
+    with Watchdog(session, lines.append, 0.2, first_line_s=0.05) as watchdog:
+        with session.guard.own_time():
+            time.sleep(0.4)
+            assert lines == []
+    assert not watchdog.timed_out
+
+
+def test_what_comes_later_comes_if_the_code_still_runs():
+    reports = []
+    with Watchdog(Session(lambda line: None), lambda line: None, early_report_s=0.02) as watchdog:
+        watchdog.report_later(lambda: reports.append("report"))
+        wait_until(lambda: reports)
+        time.sleep(0.1)
+    assert reports == ["report"]  # once
+    with Watchdog(Session(lambda line: None), lambda line: None, early_report_s=60.0) as watchdog:
+        watchdog.report_later(lambda: reports.append("too late"))
+    assert reports == ["report"]
+
+
 @pytest.mark.slow
 def test_steps_give_more_time_and_their_absence_interrupts_the_code():
     session = Session(lambda line: None)

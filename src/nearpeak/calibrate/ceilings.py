@@ -1,6 +1,7 @@
 """The achievable ceilings of this machine, measured: memory, caches, matrix and vector units, launches, transfers.
 
-`calibrate_host` measures the CPU, `calibrate_gpu` a GPU.
+`calibrate_host` measures the CPU, `calibrate_gpu` a GPU. A quick calibration of a GPU takes fewer sizes and
+repeats, and leaves out what there is no time for.
 """
 
 from __future__ import annotations
@@ -10,16 +11,17 @@ import datetime
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from nearpeak.calibrate.progress import CalibrationProgress, Task
 from nearpeak.machines.detect import detect_cpu
 from nearpeak.machines.machine import Achievable, Ceiling, LaunchCost
 from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument
 from nearpeak.measure.instrument import zero_of
-from nearpeak.measure.options import Progress
 from nearpeak.measure.samplers import (
     UNKNOWN_CACHE_BYTES,
     EventSampler,
@@ -57,15 +59,10 @@ def median_duration(sampler: Sampler, how: str, blocks: int = 9) -> Ceiling:
 class CeilingCollector:
     """Collects measured ceilings by name: "bandwidth.copy", "matrix.bfloat16", "launch.enqueue", ..."""
 
-    def __init__(self, progress: Progress | None) -> None:
+    def __init__(self) -> None:
         self.figures: dict[str, Ceiling] = {}
         self.clocks_hz: list[float] = []
         """Of the GPU's processors, right after products."""
-        self._say = progress or (lambda line: None)
-
-    def say(self, line: str) -> None:
-        """Tells the user what is being measured."""
-        self._say(line)
 
     def best(self, name: str, ceiling: Ceiling) -> None:
         """Keeps the highest of several ways to reach one ceiling."""
@@ -81,7 +78,6 @@ class CeilingCollector:
     ) -> None:
         """Records the bandwidth of calls, each with the number of its passes over `size` bytes of memory."""
         for name, (call, passes) in ways.items():
-            self.say(f"memory: {name} of {quantity(size, 'B')}")
             how = f"{name} of {quantity(size, 'B')} per tensor, {passes} pass{'es' if passes > 1 else ''}"
             self.set(f"bandwidth.{name}", best_rate(sampler(call), passes * size, how, blocks))
 
@@ -128,30 +124,53 @@ class CeilingCollector:
 HOST_GEMM_SIZES = (256, 512, 1024, 2048, 4096)
 MAX_HOST_GEMM_SECONDS = 0.2
 HOST_SUSTAINED_SECONDS = 1.0
+HOST_DTYPES = {
+    torch.float32: 2.5,
+    torch.float64: 1.2,
+    torch.bfloat16: 1.2,
+    torch.float16: 0.6,
+    torch.int8: 1.0,
+}
+"""The dtypes whose products are measured, and the seconds that this takes."""
+HOST_SECONDS = 3 * 0.7 + 2.5 + 0.7 + sum(HOST_DTYPES.values())
+"""About how long `calibrate_host` takes on two quiet cores."""
 
 
-def calibrate_host(progress: Progress | None = None) -> Achievable:
-    """Measures this CPU, with the threads that torch uses now. A few seconds on two cores."""
+def calibrate_host(progress: CalibrationProgress | None = None) -> Achievable:
+    """Measures this CPU, with the threads that torch uses now. Some ten seconds on two cores."""
     facts = detect_cpu()
-    ceilings = CeilingCollector(progress)
+    ceilings = CeilingCollector()
     cache = facts.cache_bytes or UNKNOWN_CACHE_BYTES
     sweep = HostEviction()
-    small = [_host_call_cost(ceilings, sweep)]
-    _host_bandwidths(ceilings, int(max(4 * cache, 2**27)))
-    _host_cache_bandwidth(ceilings, int(cache))
-    small.append(_host_call_cost(ceilings, sweep))
-    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8):
-        _host_gemms(ceilings, dtype, facts.matrix_engine)
-    small.append(_host_call_cost(ceilings, sweep))
+    small: list[tuple[Ceiling, Ceiling]] = []
+    call = Task(name="one small operation", seconds=0.7, measure=lambda: small.append(_host_call_cost(sweep)))
+    memory = partial(_host_bandwidths, ceilings, int(max(4 * cache, 2**27)))
+    products = [
+        Task(
+            name=f"products in {_name(dtype)}",
+            seconds=seconds,
+            measure=partial(_host_gemms, ceilings, dtype, facts.matrix_engine),
+        )
+        for dtype, seconds in HOST_DTYPES.items()
+    ]
+    (progress or CalibrationProgress()).run(
+        [
+            call,
+            Task(name="memory", seconds=2.5, measure=memory),
+            Task(name="cache", seconds=0.7, measure=partial(_host_cache_bandwidth, ceilings, int(cache))),
+            call,
+            *products,
+            call,
+        ]
+    )
     for name, measured in zip(("launch.host_call", "launch.cold_start"), zip(*small, strict=True), strict=True):
         # in seconds that are apart: what else runs on the host slows down all that is timed within one
         ceilings.set(name, sorted(measured, key=lambda ceiling: ceiling.value)[len(measured) // 2])
     return ceilings.achievable()
 
 
-def _host_call_cost(ceilings: CeilingCollector, sweep: HostEviction) -> tuple[Ceiling, Ceiling]:
+def _host_call_cost(sweep: HostEviction) -> tuple[Ceiling, Ceiling]:
     """The time of a tiny operation, and the time that cold caches add."""
-    ceilings.say("one small operation")
     small = torch.randn(16)
     out = torch.empty_like(small)
     call = HostSampler(lambda: torch.add(small, small, out=out), "hot", call_seconds=2e-6)
@@ -193,7 +212,6 @@ def _host_bandwidths(ceilings: CeilingCollector, size: int) -> None:
 
 
 def _host_cache_bandwidth(ceilings: CeilingCollector, cache: int) -> None:
-    ceilings.say("last-level cache")
     for divisor in (2, 4, 8):
         size = max(2**16, cache // divisor)
         a, b, whole = torch.randn(size // 8), torch.empty(size // 8), torch.empty(size // 4)
@@ -204,9 +222,8 @@ def _host_cache_bandwidth(ceilings: CeilingCollector, cache: int) -> None:
 
 def _host_gemms(ceilings: CeilingCollector, dtype: torch.dtype, engine: str | None) -> None:
     """The best product over growing sizes, as far as one stays short: some types are only emulated on a CPU."""
-    name = str(dtype).removeprefix("torch.")
+    name = _name(dtype)
     room = "matrix" if engine is not None and name in ("bfloat16", "int8", "float16") else "vector"
-    ceilings.say(f"matrix product in {name}")
     rate, best_size = 0.0, HOST_GEMM_SIZES[0]
     for size in HOST_GEMM_SIZES:
         flops = 2.0 * size**3
@@ -222,12 +239,15 @@ def _host_gemms(ceilings: CeilingCollector, dtype: torch.dtype, engine: str | No
         if ceiling.value > rate:
             rate, best_size = ceiling.value, size
     if name == "float32":
-        ceilings.say(f"the same, sustained for {HOST_SUSTAINED_SECONDS:g} s")
         sampler = _hot_sampler(_host_gemm(best_size, dtype))
         flops = 2.0 * best_size**3
         blocks = max(5, int(HOST_SUSTAINED_SECONDS * rate / flops / sampler.calls))
         how = f"product of {best_size} x {best_size} matrices for {HOST_SUSTAINED_SECONDS:g} s"
         ceilings.set("matrix_sustained.float32", best_rate(sampler, flops, how, blocks=blocks))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _host_gemm(size: int, dtype: torch.dtype) -> Call:
@@ -243,22 +263,96 @@ GPU_GEMM_SHAPES = ((4096, 4096, 4096), (8192, 4096, 8192), (8192, 8192, 8192), (
 """Rows, depth, columns. Which is fastest depends on tiles, waves and power."""
 GPU_SUSTAINED_SECONDS = 1.5
 TRANSFER_BYTES = 2**28
+QUICK_GPU_SECONDS = 6.0
+"""When a quick calibration of a GPU begins nothing more that is not needed. The process that does it takes some
+seconds to start."""
+COMMON_DTYPES = ("bfloat16", "float16", "tfloat32")
+"""The dtypes of most products on a GPU: a quick calibration measures them first."""
 
 
-def calibrate_gpu(index: int, progress: Progress | None = None) -> Achievable:
-    """Measures GPU `index`, in under a minute on an H200."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuEffort:
+    """How much of a GPU is measured."""
+
+    memory_bytes: int
+    """Of each of the tensors that memory is measured with, at most. Large, because what a write leaves in the cache
+    when its kernel ends has not reached the memory."""
+    cache_divisors: tuple[float, ...]
+    """Which parts of the cache are used."""
+    shapes: tuple[tuple[int, int, int], ...]
+    """Rows, depth and columns of products."""
+    blocks: int
+    """Repeats of each ceiling."""
+
+
+FULL_EFFORT = GpuEffort(memory_bytes=2**33, cache_divisors=(1.5, 2, 2.5, 3, 4, 8), shapes=GPU_GEMM_SHAPES, blocks=9)
+QUICK_EFFORT = GpuEffort(memory_bytes=2**32, cache_divisors=(2, 3), shapes=GPU_GEMM_SHAPES[:2], blocks=5)
+
+
+def calibrate_gpu(
+    index: int, progress: CalibrationProgress | None = None, *, quick: bool = False, all_dtypes: bool = False
+) -> Achievable:
+    """Measures GPU `index`, in under a minute on an H200, or in some ten seconds.
+
+    With `all_dtypes`, a quick calibration measures the products of each, whatever time that takes: there is no
+    datasheet to derate.
+    """
     device = gpu_instrument(index)
+    progress = progress or CalibrationProgress()
+    effort = QUICK_EFFORT if quick else FULL_EFFORT
     with device.backend.selected(index):
-        ceilings = CeilingCollector(progress)
-        _gpu_bandwidths(ceilings, device)
-        _gpu_cache_bandwidth(ceilings, device)
-        _gpu_launch_cost(ceilings, device)
-        for name, products in _gpu_gemms(device):
-            _measure_gpu_gemm(ceilings, device, name, products)
-        _measure_fma(ceilings, device)
-        _measure_transfers(ceilings, device)
+        ceilings = CeilingCollector()
+        progress.run(_gpu_tasks(ceilings, device, effort, all_dtypes=all_dtypes or not quick))
         device.backend.release_cached_memory()
         return ceilings.achievable()
+
+
+def gpu_seconds(*, quick: bool) -> float:
+    """About how long `calibrate_gpu` takes on an H200."""
+    return QUICK_GPU_SECONDS if quick else 40.0
+
+
+def _gpu_tasks(
+    ceilings: CeilingCollector, device: GpuInstrument, effort: GpuEffort, *, all_dtypes: bool
+) -> Iterator[Task]:
+    """What every bound needs, then the products that most steps have, then the rest."""
+    full = effort is FULL_EFFORT
+    scale = 1.0 if full else 0.4
+    gemms = _gpu_gemms(device)
+    fastest: dict[str, FastestGemm] = {}
+
+    def products(name: str) -> Iterator[Task]:
+        lasts = (full and name not in ("float32", "float64")) or name == COMMON_DTYPES[0]
+
+        def burst() -> None:
+            gemm = _measure_gpu_gemm(ceilings, device, name, gemms[name], effort)
+            if gemm is not None and lasts:
+                fastest[name] = gemm
+
+        def sustained() -> None:
+            if name in fastest:  # else this GPU has no such product; its operands are freed after it
+                _measure_sustained(ceilings, device, name, fastest.pop(name))
+
+        yield Task(name=f"products in {name}", seconds=2.0 * scale, measure=burst, needed=all_dtypes)
+        if lasts:
+            yield Task(
+                name=f"products in {name}, sustained",
+                seconds=GPU_SUSTAINED_SECONDS,
+                measure=sustained,
+                needed=full or name in fastest,
+            )
+
+    yield Task(name="memory", seconds=5.0 * scale, measure=partial(_gpu_bandwidths, ceilings, device, effort))
+    yield Task(name="cache", seconds=4.0 * scale, measure=partial(_gpu_cache_bandwidth, ceilings, device, effort))
+    yield Task(name="launches", seconds=1.5, measure=partial(_gpu_launch_cost, ceilings, device))
+    for name in COMMON_DTYPES:
+        yield from products(name)
+    yield Task(name="transfers", seconds=1.5, measure=partial(_measure_transfers, ceilings, device), needed=full)
+    yield from products("float32")
+    yield Task(name="vector units", seconds=2.0, measure=partial(_measure_fma, ceilings, device), needed=full)
+    for name in gemms:
+        if name not in (*COMMON_DTYPES, "float32"):
+            yield from products(name)
 
 
 def event_sampler(
@@ -281,10 +375,9 @@ def event_sampler(
     )
 
 
-def _gpu_bandwidths(ceilings: CeilingCollector, device: GpuInstrument) -> None:
+def _gpu_bandwidths(ceilings: CeilingCollector, device: GpuInstrument, effort: GpuEffort) -> None:
     free = device.backend.available_bytes(device.index) or device.properties.memory_bytes or 0
-    # Large, because what a write leaves in the cache when its kernel ends has not reached the memory.
-    size = int(min(2**33, free // 5)) // 4096 * 4096
+    size = int(min(effort.memory_bytes, free // 5)) // 4096 * 4096
     a, b, c = (torch.randn(size // 4, device=device.device) for _ in range(3))
     out = torch.zeros((), device=device.device)
     ways: dict[str, tuple[Call, int]] = {
@@ -293,15 +386,14 @@ def _gpu_bandwidths(ceilings: CeilingCollector, device: GpuInstrument) -> None:
         "fill": (lambda: a.fill_(1.0), 1),
         "triad": (lambda: torch.add(b, c, alpha=2.0, out=a), 3),
     }
-    ceilings.measure_bandwidths(ways, size, partial(event_sampler, device))
+    ceilings.measure_bandwidths(ways, size, partial(event_sampler, device), effort.blocks)
 
 
-def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: GpuInstrument) -> None:
+def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: GpuInstrument, effort: GpuEffort) -> None:
     if not device.cache_bytes:
         return
-    ceilings.say("last-level cache")
     gap = zero_of(device.index, "hot").gap
-    for divisor in (1.5, 2, 2.5, 3, 4, 8):
+    for divisor in effort.cache_divisors:
         size = int(device.cache_bytes / divisor) // 24576 * 24576
         whole, second = (torch.randn(size // 4, device=device.device) for _ in range(2))
         half, other_half = second[: size // 8], whole[: size // 8]
@@ -320,7 +412,6 @@ def _gpu_cache_bandwidth(ceilings: CeilingCollector, device: GpuInstrument) -> N
 
 
 def _gpu_launch_cost(ceilings: CeilingCollector, device: GpuInstrument) -> None:
-    ceilings.say("launch cost")
     small = torch.randn(16, device=device.device)
     out = torch.empty_like(small)
 
@@ -347,7 +438,7 @@ MakeGemm = Callable[[int, int, int, DrawOperand], Call]
 """Makes a call from rows, depth, columns and what draws the numbers."""
 
 
-def _gpu_gemms(device: GpuInstrument) -> Iterator[tuple[str, MakeGemm]]:
+def _gpu_gemms(device: GpuInstrument) -> dict[str, MakeGemm]:
     """For each dtype, what makes its products."""
 
     def plain(dtype: torch.dtype) -> MakeGemm:
@@ -382,47 +473,59 @@ def _gpu_gemms(device: GpuInstrument) -> Iterator[tuple[str, MakeGemm]]:
         b = (64 * draw((n, k), device=device.device)).clamp(-128, 127).to(torch.int8).t()
         return lambda: torch._int_mm(a, b)
 
-    yield "bfloat16", plain(torch.bfloat16)
-    yield "float16", plain(torch.float16)
-    yield "tfloat32", tensor_float
-    yield "float8", eight_bit
-    yield "int8", integer
-    yield "float64", plain(torch.float64)
-    yield "float32", plain(torch.float32)
+    return {
+        "bfloat16": plain(torch.bfloat16),
+        "float16": plain(torch.float16),
+        "tfloat32": tensor_float,
+        "float8": eight_bit,
+        "int8": integer,
+        "float64": plain(torch.float64),
+        "float32": plain(torch.float32),
+    }
 
 
-def _measure_gpu_gemm(ceilings: CeilingCollector, device: GpuInstrument, name: str, make: MakeGemm) -> None:
+class FastestGemm(NamedTuple):
+    """The shape whose product of random numbers is the fastest."""
+
+    flops: float
+    call: Call
+    shape: str
+    rate: float
+
+
+def _measure_gpu_gemm(
+    ceilings: CeilingCollector, device: GpuInstrument, name: str, make: MakeGemm, effort: GpuEffort
+) -> FastestGemm | None:
     """The ceiling is reached with zeros: a GPU at its power limit clocks higher when fewer bits flip.
 
     Real numbers come between those and random ones, which run 10 to 14 % slower in 16 bits on an H200: the gradient of
     a language model's logits, whose values are nearly equal, runs at 845 of 902 TFLOP/s.
     """
     room = "vector" if name == "float32" else "matrix"  # without tf32 a float32 product runs on the vector units
-    best: tuple[float, Call, tuple[int, int, int]] | None = None
-    for shape in GPU_GEMM_SHAPES if name not in ("float32", "float64") else GPU_GEMM_SHAPES[:1]:
-        m, k, n = shape
-        flops = 2.0 * m * k * n
-        ceilings.say(f"matrix product in {name}, {m} x {k} x {n}")
+    best: FastestGemm | None = None
+    for m, k, n in effort.shapes if name not in ("float32", "float64") else effort.shapes[:1]:
+        flops, shape = 2.0 * m * k * n, f"product of {m} x {k} x {n}"
         try:
             zeros, call = make(m, k, n, torch.zeros), make(m, k, n, torch.randn)
-            ceiling = best_rate(event_sampler(device, zeros), flops, f"product of {m} x {k} x {n}, zeros, burst")
+            ceiling = best_rate(event_sampler(device, zeros), flops, f"{shape}, zeros, burst", effort.blocks)
             clock = device.conditions.read().clock_hz
             ceilings.clocks_hz += [] if clock is None else [clock]
-            random = best_rate(event_sampler(device, call), flops, f"product of {m} x {k} x {n}, random numbers, burst")
+            random = best_rate(event_sampler(device, call), flops, f"{shape}, random numbers, burst", effort.blocks)
         except (RuntimeError, NotImplementedError):  # this GPU or this build has no such product
-            return
+            return None
         ceilings.best(f"{room}.{name}", ceiling)
         if room == "matrix":
             ceilings.best(f"matrix_random.{name}", random)
-        if best is None or random.value > best[0]:
-            best = (random.value, call, shape)
-    if best is None or name in ("float32", "float64"):
-        return
-    _, call, (m, k, n) = best
-    ceilings.say(f"the same, sustained for {GPU_SUSTAINED_SECONDS:g} s")
-    rates = _sustained_rates(device, call, 2.0 * m * k * n)
+        if best is None or random.value > best.rate:
+            best = FastestGemm(flops=flops, call=call, shape=shape, rate=random.value)
+    return best
+
+
+def _measure_sustained(ceilings: CeilingCollector, device: GpuInstrument, name: str, fastest: FastestGemm) -> None:
+    """The rate that power and heat let last."""
+    rates = _sustained_rates(device, fastest.call, fastest.flops)
     spread = (quantile(rates, 0.9) - quantile(rates, 0.1)) / median(rates)
-    how = f"product of {m} x {k} x {n}, random numbers, last half of {GPU_SUSTAINED_SECONDS:g} s"
+    how = f"{fastest.shape}, random numbers, last half of {GPU_SUSTAINED_SECONDS:g} s"
     ceilings.set(f"matrix_sustained.{name}", Ceiling(value=median(rates), spread=spread, how=how))
 
 
@@ -448,7 +551,6 @@ def _measure_fma(ceilings: CeilingCollector, device: GpuInstrument) -> None:
         return
     from nearpeak.measure.delay_kernel import fma_kernel
 
-    ceilings.say("vector units")
     kernel = fma_kernel(device.device)
     how = "multiply-adds in registers"
     ceilings.best("vector.float32", best_rate(event_sampler(device, kernel.launch), kernel.flops, how))
@@ -460,7 +562,6 @@ def _measure_transfers(ceilings: CeilingCollector, device: GpuInstrument) -> Non
     pageable = torch.randn(TRANSFER_BYTES // 4)
     pinned = pageable.pin_memory()
     for name, host, asynchronous in (("pinned", pinned, True), ("pageable", pageable, False)):
-        ceilings.say(f"copies to and from {name} host memory")
         for direction, call in (
             ("host_to_device", lambda host=host, a=asynchronous: on_device.copy_(host, non_blocking=a)),
             ("device_to_host", lambda host=host, a=asynchronous: host.copy_(on_device, non_blocking=a)),
@@ -470,6 +571,5 @@ def _measure_transfers(ceilings: CeilingCollector, device: GpuInstrument) -> Non
     gpus = device.backend.count()
     if gpus > 1:
         on_peer = torch.empty_like(on_device, device=device.backend.device((device.index + 1) % gpus))
-        ceilings.say("copies to another GPU")
         sampler = WallSampler(device, lambda: on_peer.copy_(on_device), "latency", call_seconds=1e-3)
         ceilings.set("device_to_device", best_rate(sampler, TRANSFER_BYTES, f"copy of {size} to {on_peer.device}"))

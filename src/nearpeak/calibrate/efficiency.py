@@ -19,10 +19,10 @@ from torch.nn import functional
 from nearpeak.bound.expected import CACHED, NARROW, kinds_of
 from nearpeak.bound.floors import as_written
 from nearpeak.calibrate.ceilings import Call
+from nearpeak.calibrate.progress import CalibrationProgress, Task
 from nearpeak.devices.backends import is_gpu
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import EfficiencyPoint, Machine
-from nearpeak.measure.options import Progress
 from nearpeak.measure.page_faults import MANY_FAULTS, freed_memory_kept, page_faults
 from nearpeak.measure.samplers import HostEviction, HostSampler
 from nearpeak.measure.statistics import median
@@ -33,6 +33,8 @@ from nearpeak.trace.trace import trace
 HOST_CALLS = 5
 MAX_SETTLING_CALLS = 10
 """Calls of a probe on a host before it is timed, at most."""
+PROBE_SECONDS = 0.25
+"""About how long one round through the sizes of a probe takes on two quiet cores."""
 HOST_ROUNDS = 5
 """Rounds through all probes on a host, which other processes slow down for seconds at a time."""
 
@@ -57,26 +59,39 @@ class KernelProbe:
     """More general kinds that it is the best example of."""
 
 
-def measure_efficiency(machine: Machine, progress: Progress | None = None) -> Machine:
+def measure_efficiency(machine: Machine, progress: CalibrationProgress | None = None) -> Machine:
     """This CPU with the efficiency of its kernels; `machine` has its ceilings. Caches are cold before each call.
 
     An operator that this torch lacks is left out.
     """
-    say = progress or (lambda line: None)
+    progress = progress or CalibrationProgress()
     measurement = _Measurement(machine, _host_timer())
+    missing: set[str] = set()
+
+    def measure(probe: KernelProbe) -> None:
+        if probe.name in missing:
+            return
+        try:
+            for size in probe.sizes:
+                measurement.add(probe, size)
+        except (RuntimeError, NotImplementedError, UsageError) as error:
+            missing.add(probe.name)
+            progress.say(f"kernels: {probe.name} is left out: {str(error).splitlines()[0][:100]}")
+
     with freed_memory_kept(), torch.no_grad():
-        for number in range(HOST_ROUNDS):
-            suffix = f", round {number + 1}" if number else ""
-            for probe in kernel_probes(torch.device("cpu")):
-                say(f"kernels: {probe.name}{suffix}")
-                try:
-                    for size in probe.sizes:
-                        measurement.add(probe, size)
-                except (RuntimeError, NotImplementedError, UsageError) as error:
-                    say(f"kernels: {probe.name} is left out: {str(error).splitlines()[0][:100]}{suffix}")
+        for _ in range(HOST_ROUNDS):
+            progress.run(
+                Task(name=f"kernels: {probe.name}", seconds=PROBE_SECONDS, measure=partial(measure, probe))
+                for probe in kernel_probes(torch.device("cpu"))
+            )
     assert machine.achievable is not None
     achievable = dataclasses.replace(machine.achievable, efficiency=measurement.efficiency())
     return dataclasses.replace(machine, achievable=achievable)
+
+
+def efficiency_seconds() -> float:
+    """About how long `measure_efficiency` takes on two quiet cores."""
+    return HOST_ROUNDS * PROBE_SECONDS * sum(1 for _ in kernel_probes(torch.device("cpu")))
 
 
 class _ProbeBounds(NamedTuple):

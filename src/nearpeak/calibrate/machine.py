@@ -1,35 +1,45 @@
-"""`machine`: this machine with its ceilings and the efficiency of its kernels, or one of the catalogue."""
+"""`machine`: this machine with its ceilings and the efficiency of its kernels, or one of the catalogue.
+
+The first call measures quickly what most code needs. What is left has figures of another origin: peaks derated from the
+datasheet of a GPU, the efficiency of kernels of a reference CPU. `calibrate=True` measures everything.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import time
 
-from nearpeak.calibrate.ceilings import calibrate_gpu, calibrate_host
-from nearpeak.calibrate.efficiency import measure_efficiency
+from nearpeak.calibrate.ceilings import HOST_SECONDS, QUICK_GPU_SECONDS, calibrate_gpu, calibrate_host, gpu_seconds
+from nearpeak.calibrate.efficiency import efficiency_seconds, measure_efficiency
+from nearpeak.calibrate.progress import CalibrationProgress
 from nearpeak.devices.host_load import HostLoad
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import UsageError
 from nearpeak.machines import calibrations, catalogue
+from nearpeak.machines.calibrations import CalibrationKey
 from nearpeak.machines.detect import detect_cpu
-from nearpeak.machines.machine import Machine
-from nearpeak.machines.physics import calibration_doubts, is_worth_repeating
+from nearpeak.machines.machine import Achievable, Machine
+from nearpeak.machines.physics import COMMON_DTYPES, calibration_doubts, is_worth_repeating
 from nearpeak.measure.gpu import GpuInstrument, current_gpu
 from nearpeak.measure.machine import calibration_key
 from nearpeak.measure.options import Progress
 
+_THREADS = " threads"
 QUIET_SECONDS = 0.25
 QUIET_SHARE = 0.05
 """Of the cores. What others use at most on a quiet machine."""
 
 
-def machine(name: str | None = None, *, calibrate: bool = False, progress: Progress | None = None) -> Machine:
+def machine(
+    name: str | None = None, *, calibrate: bool = False, complete: bool = False, progress: Progress | None = None
+) -> Machine:
     """The machine `name` of the catalogue, or this one, measured.
 
-    The first call on a machine measures its ceilings and the efficiency of its kernels, and stores the result for this
-    device, driver and torch version; later calls read it. `calibrate` measures again. A stored file that is damaged or
-    belongs to another machine is replaced by a new measurement. So is a doubtful one (`calibration_doubts`), as soon as
-    nothing else runs on the machine; until then it is used, and what is computed from it says that it is doubtful.
+    The first call on a machine measures its ceilings, in some ten seconds, and stores the result for this device,
+    driver and torch version; later calls read it. `calibrate` measures everything, and again: on a CPU the efficiency
+    of its kernels too, in a minute or more; `complete` does so if it was not done before. A stored file that is damaged
+    or belongs to another machine is replaced by a new measurement. So is a doubtful one (`calibration_doubts`), as soon
+    as nothing else runs on the machine; until then it is used, and what is computed from it says that it is doubtful.
 
     >>> machine("h100-sxm").theoretical.bandwidth
     3350000000000.0
@@ -39,35 +49,88 @@ def machine(name: str | None = None, *, calibrate: bool = False, progress: Progr
     say = progress or (lambda line: None)
     device = current_gpu()
     key = calibration_key(device)
+    reason = "as asked"
     if not calibrate:
         stored = calibrations.load(key)
         if isinstance(stored, calibrations.Calibration):
-            if not is_worth_repeating(stored.machine):
-                return stored.machine
-            doubt = f"the stored calibration of this machine is doubtful: {calibration_doubts(stored.machine)[0]}"
-            if not is_quiet():
-                say(f"{doubt}. It is measured again when nothing else runs")
-                return stored.machine
-            say(f"{doubt}. Measuring again")
+            known = stored.machine
+            if is_worth_repeating(known):
+                doubt = f"doubtful: {calibration_doubts(known, COMMON_DTYPES[known.kind])[0]}"
+                if not is_quiet():
+                    say(f"the calibration of this machine is {doubt}. It is measured again when nothing else runs")
+                    return known
+                reason = f"again, the last was {doubt}"
+            elif complete and known.achievable is not None and known.achievable.quick:
+                reason = "all of it, for predictions"
+            else:
+                return known
         elif stored is not None:
             say(f"{stored.path} is not used: {stored.reason}")
-            say("measuring this machine, once")
+            reason = "again, its file is not used"
         else:
-            say("measuring this machine, once")
-    host = HostLoad()
-    begun = host.read()
-    with preserve_process_state():
-        achievable = calibrate_host(say) if device is None else calibrate_gpu(device.index, say)
-        achievable = dataclasses.replace(achievable, others_share=host.shares(begun, host.read()).others)
-        measured = dataclasses.replace(_describe(device), achievable=achievable)
-        if device is None:  # a GPU's kernels have models, which its ceilings are enough for
-            measured = measure_efficiency(measured, say)
-    for doubt in calibration_doubts(measured)[:1]:
-        say(f"this calibration is doubtful: {doubt}")
+            reason = _why_unknown(key)
+    measured = _measure(device, say, reason, quick=not (calibrate or complete))
     saved = calibrations.save(measured, key)
     if isinstance(saved, calibrations.UnusableFile):
         say(f"the calibration is not saved: {saved.path} {saved.reason}")
     return measured
+
+
+def _why_unknown(key: CalibrationKey) -> str:
+    """What differs from the calibrations that there are."""
+    others = [calibration.key for calibration in calibrations.load_all()]
+    same_device = [other for other in others if other.device == key.device]
+    if not same_device:
+        return f"the first time on {key.device}" if others else "the first time"
+    if all(other.torch != key.torch for other in same_device):
+        return f"torch is now {key.torch}, was {same_device[0].torch}"
+    before = next(other for other in same_device if other.torch == key.torch)
+    if key.driver.endswith(_THREADS) and before.driver.endswith(_THREADS):  # of a CPU
+        now, then = (other.driver.removesuffix(_THREADS).rpartition(" ")[2] for other in (key, before))
+        return f"torch uses {now} thread{'s' * (now != '1')}, {then} before"
+    return f"its driver is now {key.driver}, was {before.driver}"
+
+
+def _measure(device: GpuInstrument | None, say: Progress, reason: str, *, quick: bool) -> Machine:
+    """This machine with what was measured; where that was quick, with derated figures of a GPU for the rest."""
+    host = HostLoad()
+    begun = host.read()
+    described = _describe(device)
+    if device is None:
+        whole_s = HOST_SECONDS + (0.0 if quick else efficiency_seconds())
+    else:
+        whole_s = gpu_seconds(quick=quick)
+    progress = CalibrationProgress(
+        say,
+        f"measuring this machine ({reason})",
+        whole_s=whole_s,
+        budget_s=QUICK_GPU_SECONDS if quick and device is not None else None,
+    )
+    with preserve_process_state():
+        if device is None:
+            achievable = calibrate_host(progress)
+        else:
+            ceilings = calibrate_gpu(device.index, progress, quick=quick, all_dtypes=described.theoretical is None)
+            achievable = _fill_in(ceilings, described)
+        achievable = dataclasses.replace(achievable, quick=quick, others_share=host.shares(begun, host.read()).others)
+        measured = dataclasses.replace(described, achievable=achievable)
+        if device is None and not quick:  # a GPU's kernels have models, which its ceilings are enough for
+            measured = measure_efficiency(measured, progress)
+    rest = "; `nearpeak machine --calibrate` measures more, in a minute" if quick else ""
+    say(f"measured this machine in {progress.elapsed_s:.0f} s ({reason}){rest}")
+    for doubt in calibration_doubts(measured, COMMON_DTYPES[measured.kind])[:1]:
+        say(f"this calibration is doubtful: {doubt}")
+    return measured
+
+
+def _fill_in(measured: Achievable, described: Machine) -> Achievable:
+    """The ceilings of a GPU with derated ones where none was measured; `ceilings` has only what was."""
+    derated = described.achievable
+    if derated is None:
+        return measured
+    return dataclasses.replace(
+        measured, matrix={**derated.matrix, **measured.matrix}, vector={**derated.vector, **measured.vector}
+    )
 
 
 def is_quiet() -> bool:

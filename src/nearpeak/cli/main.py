@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import NoReturn, Protocol
 
 from nearpeak import __version__
 from nearpeak._display import printable
 from nearpeak.cli.output import Streams, narrate
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
-from nearpeak.errors import EXIT_INTERRUPTED, EnvironmentProblem, NearpeakError, message_of
+from nearpeak.errors import (
+    EXIT_INTERRUPTED,
+    EnvironmentProblem,
+    NearpeakError,
+    UsageError,
+    did_you_mean,
+    message_of,
+)
 
 
 class Verb(Protocol):
@@ -76,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = "" if error.__cause__ is None else "NEARPEAK_DEBUG=1 shows the traceback."
         return _report(error, str(error), hint, error.exit_code)
     except KeyboardInterrupt:
-        print("nearpeak: interrupted", file=sys.stderr)
+        narrate("nearpeak: interrupted")
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader (`| head`) has gone. Python flushes stdout once more at exit, which must not fail again.
@@ -141,13 +150,51 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = build_parser()
-    arguments = parser.parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    _check_verb(given)
+    arguments, unknown = parser.parse_known_args(given)
+    if unknown:
+        raise UsageError(_unknown_text(given, unknown))
     arguments.ends_process = argv is None  # nothing but the report follows a script
     arguments.own_filter = warnings.filters[0]  # a script has it not
     if arguments.verb is None:
         parser.print_help(sys.stderr)
         return 2
     return VERBS[arguments.verb].run(arguments)
+
+
+def _check_verb(given: Sequence[str]) -> None:
+    """Raises UsageError for a first word that is neither a verb nor an option."""
+    if not given or given[0].startswith("-") or given[0] in VERBS:
+        return
+    asked = given[0]
+    if asked.endswith(".py"):
+        raise UsageError(f"{asked!r} is no verb. To profile a script: nearpeak profile {shlex.join(given)}")
+    raise UsageError(f"There is no verb {asked!r}. {did_you_mean(asked, VERBS)} `nearpeak --help` explains them.")
+
+
+def _unknown_text(given: Sequence[str], unknown: Sequence[str]) -> str:
+    """What is wrong with arguments that no verb knows. Options of a script belong after it."""
+    verb, asked = given[0], unknown[0]
+    command = f"nearpeak {verb}" if verb in VERBS else "nearpeak"
+    parser = argparse.ArgumentParser()
+    if verb in VERBS:
+        VERBS[verb].configure(parser)
+    near = get_close_matches(asked.partition("=")[0], parser._option_string_actions, n=1)
+    help_text = f"`{command} --help` explains what it takes."
+    if not asked.startswith("-"):
+        return f"{command} does not take {asked!r}. {help_text}"
+    script = next((position for position, word in enumerate(given) if word.endswith(".py")), None)
+    if verb == "profile" and script is not None and given.index(asked) < script:
+        first = given.index(asked)
+        moved = [*given[:first], given[script], *given[first:script], *given[script + 1 :]]
+        nearest = f" The nearest option of nearpeak is {near[0]}." if near else ""
+        return (
+            f"{command} has no option {asked}. Options of the script go after it: nearpeak {shlex.join(moved)}\n"
+            f"Options of nearpeak go before it.{nearest} {help_text}"
+        )
+    guess = f"Did you mean {near[0]}? " if near else ""
+    return f"{command} has no option {asked}. {guess}{help_text}"
 
 
 def _report(error: BaseException, message: str, hint: str, code: int) -> int:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
 
 from nearpeak import _files
-from nearpeak._display import printable
+from nearpeak._display import StatusLine, printable
 from nearpeak.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
@@ -117,10 +119,60 @@ def _file_of(descriptor: int) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
+STATUS_INTERVAL_S = 15.0
+"""Between two status lines where they cannot replace each other, such as in a file."""
+
+
+class _Status:
+    """The last status line."""
+
+    stands: ClassVar[bool] = False
+    """Whether it is the last line of the terminal."""
+    printed_at: ClassVar[float] = float("-inf")
+    """When one was written as a line of its own."""
+
+
 def narrate(line: str) -> None:
-    """Prints a line of progress to stderr; nothing where that cannot be written."""
+    """Prints a line of progress to stderr; nothing where that cannot be written.
+
+    A `StatusLine` replaces the one before it on a terminal, and is replaced by what follows. Elsewhere there is one now
+    and then.
+    """
     with suppress(OSError, ValueError):
-        _write_line(Streams.stderr(), printable(line))
+        if isinstance(line, StatusLine):
+            _write_status(Streams.stderr(), printable(line))
+        else:
+            narrate_text(printable(line))
+
+
+def narrate_text(text: str) -> None:
+    """Prints text that is for a terminal, such as a report, to stderr; nothing where that cannot be written."""
+    with suppress(OSError, ValueError):
+        _clear_status()
+        _write_line(Streams.stderr(), text)
+
+
+def _write_status(stream: TextStream | None, line: str) -> None:
+    if stream is None:
+        return
+    if not stream.isatty() or os.environ.get("TERM") == "dumb":
+        now = time.monotonic()
+        if now - _Status.printed_at >= STATUS_INTERVAL_S:
+            _Status.printed_at = now
+            _write_line(stream, line)
+        return
+    stream.write(f"\r\x1b[2K{line[: shutil.get_terminal_size().columns - 1]}")
+    stream.flush()
+    _Status.stands = True
+
+
+def _clear_status() -> None:
+    if _Status.stands:
+        _Status.stands = False
+        stream = Streams.stderr()
+        if stream is not None:
+            stream.write("\r\x1b[2K")
+            stream.flush()
 
 
 def _write_line(stream: TextStream | None, text: str) -> None:
@@ -171,6 +223,8 @@ def print_result(text: str, value: Any, destination: str | None) -> None:
 
 def print_text(text: str) -> None:
     """Prints a result; what the encoding of stdout lacks becomes an escape."""
+    with suppress(OSError, ValueError):
+        _clear_status()
     try:
         _write_line(Streams.stdout(), text)
     except BrokenPipeError:

@@ -171,7 +171,7 @@ def make_context(on: str | None = None, progress: Callable[[str], None] | None =
     On a CPU, freed memory stays with the process from now on, as it does on a GPU. Otherwise large results would cost
     page faults or not, depending on earlier examples.
     """
-    machine = nearpeak.machine(on, progress=progress)
+    machine = nearpeak.machine(on, complete=True, progress=progress)
     device = "cuda" if (gpu_backend() is not None if on is None else machine.kind == "gpu") else "cpu"
     if on is None and device == "cpu":
         keep_freed_memory()

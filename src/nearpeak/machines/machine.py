@@ -102,12 +102,23 @@ class Achievable:
     """The efficiency of kernels by kind of op, in the order of bounds; empty where it was not measured."""
     clock_hz: float | None = None
     """The clock of a GPU's processors while its matrix units reached their ceilings; None where it was not read."""
+    quick: bool = False
+    """Whether only what most code needs was measured. Other peaks of a GPU are then derated from its datasheet, and
+    kernels of a CPU are taken to be as efficient as those of the reference machine."""
     others_share: float | None = None
     """Of the time of the cores, the share that other processes used while it was measured; None if it is not known."""
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the matrix engine for `dtype`, or of the vector units where there is no such engine."""
         return _peak(self.matrix, self.vector, dtype, "measured figure" if self.how == "measured" else "figure")
+
+    @property
+    def derated_peaks(self) -> frozenset[str]:
+        """The peaks, as "matrix.float8", that are derated although other ceilings were measured."""
+        if not self.quick:
+            return frozenset()
+        rates = {"matrix": self.matrix, "vector": self.vector}
+        return frozenset(f"{engine}.{dtype}" for engine in rates for dtype in rates[engine]) - self.ceilings.keys()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ ran meanwhile. Bounds from too low a ceiling lie above measured times, and the f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from nearpeak.machines.machine import Machine
 from nearpeak.units import percent, quantity
@@ -22,24 +22,27 @@ LARGEST_SPREAD = 0.5
 """Of the repeats of one ceiling. A ceiling is the best of them, so that less is harmless."""
 OTHERS = {"cpu": 0.1, "gpu": 0.5}
 """Other work on the cores lowers the ceilings of a CPU, and of a GPU only the times of launches."""
-_BOUNDING = ("bandwidth.", "cache_bandwidth", "matrix.", "vector.")
-"""Ceilings that bounds are computed with."""
+COMMON_DTYPES = {"cpu": ("float32",), "gpu": ("bfloat16", "float32")}
+"""Those that nearly all code computes in."""
 
 
-def calibration_doubts(machine: Machine) -> tuple[str, ...]:
-    """Sentences without a period, the worst first; none for a machine that was not measured."""
-    return tuple(_doubts(machine))
+def calibration_doubts(machine: Machine, dtypes: Collection[str] | None = None) -> tuple[str, ...]:
+    """Sentences without a period, the worst first; none for a machine that was not measured.
+
+    Of peaks, only those of `dtypes` count: bounds of code that does not compute in a dtype do not depend on its peak.
+    """
+    return tuple(_doubts(machine, dtypes))
 
 
 def is_worth_repeating(machine: Machine) -> bool:
     """Whether a doubtful calibration may become a better one: if it is not known that nothing else ran meanwhile."""
     measured = machine.achievable
-    if measured is None or not calibration_doubts(machine):
+    if measured is None or not calibration_doubts(machine, COMMON_DTYPES[machine.kind]):
         return False
     return measured.others_share is None or measured.others_share > OTHERS[machine.kind]
 
 
-def _doubts(machine: Machine) -> Iterator[str]:
+def _doubts(machine: Machine, dtypes: Collection[str] | None) -> Iterator[str]:
     measured, datasheet = machine.achievable, machine.theoretical
     if measured is None or measured.how != "measured":
         return
@@ -51,7 +54,7 @@ def _doubts(machine: Machine) -> Iterator[str]:
     if datasheet is not None:
         pairs = ((measured.matrix, datasheet.matrix), (measured.vector, datasheet.vector))
         for dtype, rate, peak in ((d, r, known[d]) for rates, known in pairs for d, r in rates.items() if d in known):
-            if rate > COMPUTE_EXCESS * peak:
+            if rate > COMPUTE_EXCESS * peak and (dtypes is None or dtype in dtypes):
                 yield f"{dtype} was faster than its datasheet by {percent(rate / peak - 1.0)}"
     others = measured.others_share
     if others is not None and others > OTHERS[machine.kind]:
@@ -59,9 +62,16 @@ def _doubts(machine: Machine) -> Iterator[str]:
     decisive = [
         (name, ceiling.spread)
         for name, ceiling in measured.ceilings.items()
-        # of the ways to use the memory, the best is the ceiling
-        if name.startswith(_BOUNDING) and (not name.startswith("bandwidth.") or ceiling.value == measured.bandwidth)
+        if _is_decisive(name, ceiling.value, measured.bandwidth, dtypes)
     ]
     name, spread = max(decisive, key=lambda entry: entry[1], default=("", 0.0))
     if spread > LARGEST_SPREAD:
         yield f"repeats of {name} lay {percent(spread, 0)} apart"
+
+
+def _is_decisive(name: str, value: float, bandwidth: float, dtypes: Collection[str] | None) -> bool:
+    """Whether bounds are computed with a ceiling. Of the ways to use the memory, the best is the ceiling."""
+    group, _, dtype = name.partition(".")
+    if group == "bandwidth":
+        return value == bandwidth
+    return group == "cache_bandwidth" or (group in ("matrix", "vector") and (dtypes is None or dtype in dtypes))

@@ -10,7 +10,7 @@ from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.measure.timing import Cache, Kind, Regime
 
 Progress = Callable[[str], None]
-"""Gets a line of text now and then."""
+"""Gets a line of text now and then; a `StatusLine` replaces the one before it."""
 
 Method = Literal["auto", "events", "graph"]
 Evict = Literal["flush", "rotate"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -325,8 +325,13 @@ def build_profile(
     )
 
 
-def profile_ceilings(machine: Machine, ceilings: Ceilings) -> ProfileCeilings | None:
-    """The ceilings of a machine that bounds are computed with; None if it has none of this kind."""
+def profile_ceilings(
+    machine: Machine, ceilings: Ceilings, dtypes: Collection[str] | None = None
+) -> ProfileCeilings | None:
+    """The ceilings of a machine that bounds are computed with; None if it has none of this kind.
+
+    Doubts about the peaks of `dtypes` count, or of all; `computed_dtypes` has those of a step.
+    """
     rates = machine.achievable if ceilings == "achievable" else machine.theoretical
     if rates is None:
         return None
@@ -336,8 +341,33 @@ def profile_ceilings(machine: Machine, ceilings: Ceilings) -> ProfileCeilings | 
         matrix=dict(rates.matrix),
         vector=dict(rates.vector),
         clock_hz=rates.clock_hz if isinstance(rates, Achievable) else None,
-        doubts=calibration_doubts(machine) if isinstance(rates, Achievable) else (),
+        doubts=calibration_doubts(machine, dtypes) if isinstance(rates, Achievable) else (),
     )
+
+
+def computed_dtypes(estimate: Estimate) -> frozenset[str]:
+    """The dtypes that the ops of a step compute in."""
+    return frozenset(op.dtype for op in estimate.ops if op.engine)
+
+
+def calibration_notes(machine: Machine, estimate: Estimate) -> tuple[str, ...]:
+    """What the figures of a step rest on that a quick calibration of its machine did not measure."""
+    achievable = machine.achievable
+    if estimate.ceilings != "achievable" or achievable is None or not achievable.quick:
+        return ()
+    derated = sorted({op.dtype for op in estimate.ops if f"{op.engine}.{op.dtype}" in achievable.derated_peaks})
+    notes = []
+    if derated:
+        notes.append(
+            f"Derated from the datasheet, not measured: the peak of {', '.join(derated)}. `nearpeak machine "
+            "--calibrate` measures it."
+        )
+    if machine.kind == "cpu":
+        notes.append(
+            f"What good kernels take was measured on {estimate.expected_from}: the calibration here was a quick one. "
+            "`nearpeak machine --calibrate` measures that too."
+        )
+    return tuple(notes)
 
 
 def fused_seconds(estimate: Estimate) -> list[float | None]:

@@ -35,6 +35,8 @@ from nearpeak.profiles.profile import (
     add_idle,
     add_step_spread,
     build_profile,
+    calibration_notes,
+    computed_dtypes,
     profile_ceilings,
 )
 from nearpeak.profiles.rates import step_rates
@@ -133,7 +135,7 @@ class StepRecords:
             source=self.source,
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             device=self.recorded.device,
-            ceilings=profile_ceilings(machine, ceilings),
+            ceilings=profile_ceilings(machine, ceilings, computed_dtypes(estimate)),
         )
         profile = add_step_spread(profile, kernels, self.recorded.repeats)
         idle = attribute_idle(
@@ -159,7 +161,7 @@ class StepRecords:
             spread=spread_of(self.walls, wall),
             matched=matched,
             profiled_s=self.profiled_wall,
-            notes=(*profile.notes, *notes),
+            notes=(*profile.notes, *notes, *calibration_notes(machine, estimate)),
             rates=step_rates(traced, estimate, machine, wall_s=profile.wall_s, kernel_s=profile.kernel_s),
             memory=None if traced.lives is None else peak_memory(traced.lives, traced.ops),
             compiler=self.compiler,

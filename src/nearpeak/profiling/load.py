@@ -16,7 +16,7 @@ from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.profiles import file as profile_file
 from nearpeak.profiles import history
-from nearpeak.profiles.profile import Profile, add_idle, build_profile, profile_ceilings
+from nearpeak.profiles.profile import Profile, add_idle, build_profile, computed_dtypes, profile_ceilings
 from nearpeak.profiles.rates import step_rates
 
 
@@ -66,7 +66,7 @@ def profile_trace(
         source=str(path),
         date=_date_of(Path(path)),
         device=recorded.device,
-        ceilings=profile_ceilings(machine, ceilings),
+        ceilings=profile_ceilings(machine, ceilings, computed_dtypes(estimate)),
     )
     times = {"wall_s": profile.wall_s, "kernel_s": profile.kernel_s}
     idle = attribute_idle(recorded, idle_s=profile.waterfall.seconds("idle"), clean=False)

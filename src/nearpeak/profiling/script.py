@@ -15,12 +15,15 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-from nearpeak._files import cache_folder
+import torch
+
+from nearpeak._display import StatusLine
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.calibrate.machine import known_machine
 from nearpeak.calibrate.machine import machine as find_machine
@@ -28,6 +31,7 @@ from nearpeak.devices.backends import gpu_visible
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import EXIT_INTERRUPTED, NearpeakError, UsageError
 from nearpeak.findings.engine import rules
+from nearpeak.machines.calibrations import load_all
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.options import Progress
 from nearpeak.profiles.profile import Profile
@@ -42,6 +46,8 @@ _PACKAGE_FOLDER = str(Path(__file__).parent.parent)
 FIRST_LINE_S = 60.0
 """Seconds without a step until the first line about it."""
 LINE_INTERVAL_GROWTH = 2.0
+EARLY_REPORT_S = 10.0
+"""How long a script may go on after everything was recorded until its report is shown beside it."""
 GRACE_S = 10.0
 """How long code may take to end after it was interrupted."""
 _POOLS = (("concurrent.futures.thread", "_threads_queues"), ("concurrent.futures.process", "_threads_wakeups"))
@@ -77,6 +83,7 @@ def profile_script(
     wait_s: float | None = None,
     progress: Progress | None = None,
     captured: Callable[[Profile], object] = lambda profile: None,
+    goes_on: Callable[[Profile], object] = lambda profile: None,
     abort: Callable[[ScriptRun], object] = lambda run: None,
     ends_process: bool = False,
 ) -> ScriptRun:
@@ -96,6 +103,8 @@ def profile_script(
         wait_s: Interrupt the script if no step ends for so many seconds; None for no limit.
         progress: Called with lines of text.
         captured: Called with the profile as soon as there is one, while the script still runs: it may end in any way.
+        goes_on: Called on another thread with the profile of a script that still runs `EARLY_REPORT_S` after everything
+            was recorded.
         abort: Called on another thread, to end the process, with what there is of a script that was interrupted for
             `wait_s` and did not end.
         ends_process: Whether nothing but the report follows the script: its thread pools are then ended, as at the
@@ -117,6 +126,10 @@ def profile_script(
             with defer_signals(deadly=True):  # a job that is out of time is told so now, and has its profile
                 profile = records.profile(now, ceilings=ceilings)
                 captured(profile)
+        if session.is_done and not stop:
+            say(f"{main.name} goes on. Ctrl-C ends it and gives the report now; --stop does that by itself")
+            if profile is not None:
+                watchdog.report_later(partial(goes_on, profile))
 
     def result() -> ScriptRun:
         nonlocal profile
@@ -168,7 +181,7 @@ def profile_script(
                     steps.has_step_function = True
                     if not main.has(step_function):
                         stack.enter_context(step_function.in_modules())
-                session.last_end = time.monotonic()
+                session.last_end = session.guard.program_time()
                 stack.enter_context(watchdog)
                 main.run(arguments, step_function, report, end_pools=ends_process)
         except BaseException as error:  # while its threads were waited for
@@ -202,8 +215,8 @@ def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> 
     if on is not None or not gpu_visible():
         with preserve_random_state():
             return find_machine(on, progress=progress)
-    if not any((cache_folder() / "machines").glob("*.json")):
-        (progress or (lambda line: None))("measuring this machine, once")
+    if not any(stored.machine.kind == "gpu" and stored.key.torch == torch.__version__ for stored in load_all()):
+        (progress or (lambda line: None))(StatusLine("measuring this machine: it is done in a process of its own"))
         subprocess.run([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL, check=False)
     return None
 
@@ -346,6 +359,7 @@ def _drop_own_frames(shown: traceback.TracebackException | None) -> None:
 class Watchdog:
     """Reports when no step has ended for a minute, and again at doubling intervals.
 
+    Only the program's own time counts. What `report_later` was given is called if the code still runs by then.
     With `wait_s`, it interrupts the main thread as Ctrl-C does if no step ends for so long, and calls `abort` if the
     code has not ended `GRACE_S` later. It is a thread that `threading` does not list, and changes no signal handler:
     the code sees neither.
@@ -358,11 +372,14 @@ class Watchdog:
         wait_s: float | None = None,
         abort: Callable[[], object] = lambda: None,
         first_line_s: float = FIRST_LINE_S,
+        early_report_s: float = EARLY_REPORT_S,
     ) -> None:
         self.timed_out = False
         """Whether it has interrupted the code."""
         self._session, self._say, self._wait_s, self._abort = session, say, wait_s, abort
-        self._first_line_s = first_line_s
+        self._first_line_s, self._early_report_s = first_line_s, early_report_s
+        self._report: tuple[float, Callable[[], object]] | None = None
+        """What is called later, and when."""
         self._running = _thread.allocate_lock()
         self._process = os.getpid()
 
@@ -374,12 +391,20 @@ class Watchdog:
     def __exit__(self, *error: object) -> None:
         self._running.release()
 
+    def report_later(self, report: Callable[[], object]) -> None:
+        """Calls `report` on another thread if the code still runs some seconds later."""
+        self._report = time.monotonic() + self._early_report_s, report
+
     def _watch(self) -> None:
         with suppress(Exception):  # nobody could be told
             begun = self._session.last_end
             steps, interval, line_due = 0, self._first_line_s, begun + self._first_line_s
             while not self._ended(within_s=self._seconds_left(line_due)):
-                now, session = time.monotonic(), self._session
+                session, report = self._session, self._report
+                now = session.guard.program_time()
+                if report is not None and time.monotonic() >= report[0]:
+                    self._report = None
+                    report[1]()
                 if self._wait_s is not None and now - session.last_end >= self._wait_s:
                     self._interrupt()
                     return
@@ -396,7 +421,8 @@ class Watchdog:
 
     def _seconds_left(self, line_due: float) -> float:
         timeout = float("inf") if self._wait_s is None else self._session.last_end + self._wait_s
-        return min(max(min(line_due, timeout) - time.monotonic(), 0.01), self._first_line_s)
+        left_s = min(line_due, timeout) - self._session.guard.program_time()
+        return min(max(left_s, 0.01), self._first_line_s, self._early_report_s / 2)
 
     def _ended(self, within_s: float) -> bool:
         ended = self._running.acquire(timeout=within_s)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -198,6 +198,32 @@ class Schedule:
             return 1
         return max(1, max(MIN_CLEAN, CLEAN_STEPS >> self.others) - len(self.walls))
 
+    def steps_left(self, profiled: int) -> int:
+        """How many more steps a profile needs, if they go on like the last one; `profiled` of them on a GPU.
+
+        >>> Schedule().steps_left(1), Schedule(phase="traced").steps_left(1)
+        (20, 1)
+        """
+        took = min(self._took, LONG_STEP_SECONDS) if math.isfinite(self._took) else 0.0
+        is_long = took >= LONG_STEP_SECONDS
+
+        def fitting(limit_s: float, most: int) -> int:
+            return most if most * took <= limit_s else min(most, math.ceil(limit_s / took))
+
+        needs: dict[SchedulePhase, int] = {
+            "warm-up": 1 + fitting(WARM_UP_SECONDS, MIN_WARM_UP),
+            # the first only refills the caches of the interpreter
+            "clean": 1 + (2 if is_long else max(MIN_CLEAN, fitting(CLEAN_SECONDS, CLEAN_STEPS >> self.others))),
+            "profiler start": 0 if is_long else fitting(PROFILER_SECONDS, PROFILER_STEPS),
+            "profiled": max(1, min(profiled, fitting(PROFILED_SECONDS, PROFILED_STEPS))),
+            "traced": 1,
+        }
+        if self.phase not in needs:
+            return 0
+        reached = list(needs).index(self.phase)
+        in_phase = self._in_phase if self.phase == "warm-up" else len(self.walls) if self.phase == "clean" else 0
+        return max(1, list(needs.values())[reached] - in_phase) + sum(list(needs.values())[reached + 1 :])
+
     def resumes(self, now: float) -> None:
         """The next step begins now, with an idle device."""
         self._last = self._begun = now
@@ -369,8 +395,8 @@ class Session:
         """What data loaders do at the ends of epochs, while it is watched."""
         self.steps: StepDetector | None = None
         """Finds the steps. While steps are timed, it looks for no new ones."""
-        self.last_end = time.monotonic()
-        """When the last step ended."""
+        self.last_end = self.guard.program_time()
+        """When the last step ended, on the clock of the program: what nearpeak does itself is no wait for a step."""
         self.problem = ""
         self._say, self._stop, self._traces = _quietly(say), stop, traces
         self._follows, self._completed = follows, completed
@@ -456,7 +482,7 @@ class Session:
             self._step_ends(kind, between)
 
     def _step_ends(self, kind: StepKind | None, between: Callable[[], object] | None) -> None:
-        self.last_end = time.monotonic()
+        self.last_end = self.guard.program_time()
         if is_capturing():
             return
         if kind is not None and kind.module and not self._home:
@@ -564,9 +590,10 @@ class Session:
         unused = self.steps.unfinished_calls if self.steps is not None else 0
         if schedule.steps == 0 and unused:
             seen += f", but {unused} calls of modules with gradients: run inference under torch.no_grad()"
+        needed = schedule.steps + schedule.steps_left(PROFILED_STEPS if _gpu_was_used() else 1)
         return (
-            f"{seen}. A profile needs about twenty-five, or seven long ones: some to warm up, some for the wall time, "
-            f"some to profile and one to trace. {STEP_DEFINITION} Run it for longer, or profile one step with "
+            f"{seen}. A profile needs about {needed} of them: some to warm up, some for the wall time, some to profile "
+            f"and one to trace. {STEP_DEFINITION} Run it for longer, or profile one step with "
             "nearpeak.profile(fn, *args)."
         )
 

@@ -150,6 +150,7 @@ class StepDetector:
         try:
             self.calls.open()
             yield
+            self._guard.call(self._before_module)  # a last step that ended inside the backward pass
         finally:
             self.is_open = False
             self.stop()

@@ -110,9 +110,11 @@ class OwnTime:
         self.depth += 1
 
     def __exit__(self, *error: object) -> None:
+        if self.depth == 1:  # before the clock goes on: a thread that reads it now sees it stand, or step back
+            now = time.perf_counter()
+            self.seconds += now - self.entered
+            self.entered = now
         self.depth -= 1
-        if self.depth == 0:
-            self.seconds += time.perf_counter() - self.entered
 
 
 class OwnThread:

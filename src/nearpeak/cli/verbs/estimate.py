@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearpeak.cli.argument_types import assignment, step_number
-from nearpeak.cli.output import print_result, write_file
+from nearpeak.cli.output import narrate, print_result, write_file
 from nearpeak.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def _from_case(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
 
     if arguments.step is not None:
         raise UsageError("--step belongs to --trace.")
-    machine = find_machine(arguments.on)
+    machine = find_machine(arguments.on, progress=narrate)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result: what the case prints goes to stderr
         builder = load(arguments.case)
         with fake():

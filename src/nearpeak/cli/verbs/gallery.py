@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nearpeak._display import StatusLine
 from nearpeak.cli.output import narrate, print_text, terminal_style, write_file
 from nearpeak.errors import UntrustworthyMeasurement, UsageError
 
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
         print_text("\n\n".join(gallery_run.example_source(name) for name in names))
         return 0
     _check_output(arguments.output, len(names))
-    here = gallery_run.make_context(arguments.on, progress=lambda line: narrate(f"  {line}"))
+    here = gallery_run.make_context(arguments.on, progress=_narrate)
     results = []
     for name in names:
         number = NAMES.index(name) + 1
@@ -85,6 +86,11 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.check or not missed:
         return 0
     return 1 if any(not result.doubts for result in missed) else UntrustworthyMeasurement.exit_code
+
+
+def _narrate(line: str) -> None:
+    """What belongs to an example stands under its title."""
+    narrate(line if isinstance(line, StatusLine) else f"  {line}")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """What this machine, or one of the catalogue, can do.
 
-Without NAME: this machine. Its ceilings are measured once and kept for each
-device, driver and torch version; --calibrate measures them again.
+Without NAME: this machine. Its ceilings are measured once, quickly, and kept for
+each device, driver and torch version; --calibrate measures everything, and again.
 
 With NAME, an id (h100-sxm) or the exact name that the driver reports
 ("NVIDIA H100 PCIe"): the datasheet's figures with their sources, and what code
@@ -21,7 +21,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="*", metavar="NAME", help="an id of the catalogue or an exact driver name")
     parser.add_argument("--list", action="store_true", help="list the machines of the catalogue")
     parser.add_argument("--networks", action="store_true", help="list the networks of the catalogue")
-    parser.add_argument("--calibrate", action="store_true", help="measure this machine again")
+    parser.add_argument("--calibrate", action="store_true", help="measure all of this machine, and again")
     parser.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
 
 

@@ -171,7 +171,7 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     if name == "this":
         from nearpeak.calibrate.machine import machine
 
-        return Cluster.of(machine(), gpus=gpus, **replaced)
+        return Cluster.of(machine(progress=narrate), gpus=gpus, **replaced)
     return Cluster.of(name, gpus=gpus, **replaced)
 
 

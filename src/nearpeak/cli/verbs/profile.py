@@ -34,7 +34,16 @@ from typing import TYPE_CHECKING
 
 from nearpeak._files import InputFile, fixed_cache_folder
 from nearpeak.cli.argument_types import step_number
-from nearpeak.cli.output import Streams, json_text, narrate, print_text, terminal_style, write_file
+from nearpeak.cli.output import (
+    Streams,
+    TextStream,
+    json_text,
+    narrate,
+    narrate_text,
+    print_text,
+    terminal_style,
+    write_file,
+)
 from nearpeak.errors import EnvironmentProblem, NearpeakError, UsageError
 
 if TYPE_CHECKING:
@@ -123,9 +132,17 @@ def _from_case(arguments: argparse.Namespace) -> Profile:
 def _run_script(arguments: argparse.Namespace) -> int:
     """Runs and profiles a script. Returns its exit code if it fails; a profile is shown if it took enough steps."""
     from nearpeak.profiling.script import profile_script
+    from nearpeak.render import text as _text  # noqa: F401  # while modules are found where they are
+    from nearpeak.render.views import profile as _view  # noqa: F401
+    from nearpeak.render.views import screen as _screen  # noqa: F401
 
     module, *script_arguments = arguments.module or [None, *arguments.arguments]
     files = ResultFiles(arguments, keep=True)
+
+    def goes_on(profile: Profile) -> None:
+        """Shows the report of a script that still runs, on stderr: stdout belongs to the script meanwhile."""
+        narrate(f"The report of the step that was captured; {profile.source} still runs, and Ctrl-C ends it.")
+        narrate_text(report_text(profile, options_of(profile, arguments), full=False, stream=Streams.stderr()))
 
     def abort(ran: ScriptRun) -> None:
         """Ends the process although the script does not end."""
@@ -155,6 +172,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
             wait_s=arguments.wait,
             progress=narrate,
             captured=files.write,
+            goes_on=goes_on,
             abort=abort,
             ends_process=arguments.ends_process,
         )
@@ -332,13 +350,13 @@ def show_profile(profile: Profile, arguments: argparse.Namespace, files: ResultF
     return (show_page(profile, arguments.save, options) if arguments.open else 0) or files.code
 
 
-def report_text(profile: Profile, options: ReportOptions, *, full: bool) -> str:
-    """The report as text, in the style of the terminal: one screen, or all of it."""
+def report_text(profile: Profile, options: ReportOptions, *, full: bool, stream: TextStream | None = None) -> str:
+    """The report as text, in the style of the terminal that it is for (stdout): one screen, or all of it."""
     from nearpeak.render.text import text
     from nearpeak.render.views.profile import document
     from nearpeak.render.views.screen import screen
 
-    return text((document if full else screen)(profile, options), terminal_style(Streams.stdout()))
+    return text((document if full else screen)(profile, options), terminal_style(stream or Streams.stdout()))
 
 
 def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions, *, opened: bool) -> int:

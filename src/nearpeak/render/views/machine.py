@@ -194,6 +194,10 @@ def _origin(machine: Machine, calibration: Calibration | None) -> Paragraph | It
     if achievable is None:
         return Paragraph(text="Not calibrated: `nearpeak machine --calibrate` measures what this machine can reach.")
     lines = [f"Achievable: {achievable.how} {achievable.note}."]
+    if achievable.quick:
+        derated = ", ".join(sorted(achievable.derated_peaks))
+        left = f"derated: {derated}" if derated else "kernels are taken to be as efficient as on the reference machine"
+        lines.append(f"A quick calibration; {left}. `nearpeak machine --calibrate` measures the rest.")
     if achievable.ceilings:
         name, widest = max(achievable.ceilings.items(), key=lambda item: item[1].spread)
         lines.append(f"Widest spread of repeats: {percent(widest.spread)} ({name}).")
