@@ -37,10 +37,9 @@ def test_only_the_time_of_the_program_counts(monkeypatch):
     """Reading a long recording is no wait for a step, and does not end a script for `--wait`."""
     lines = []
     session = Session(lines.append)
-    with Watchdog(session, lines.append, 0.2, first_line_s=0.05) as watchdog:
-        with session.guard.own_time():
-            time.sleep(0.4)
-            assert lines == []
+    with Watchdog(session, lines.append, 0.2, first_line_s=0.05) as watchdog, session.guard.own_time():
+        time.sleep(0.4)
+        assert lines == []
     assert not watchdog.timed_out
 
 
