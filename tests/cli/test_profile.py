@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from nearpeak.cli.main import main
+from nearpeak.cli.output import narrate_text
+from nearpeak.cli.verbs import profile as verb
+from nearpeak.profiling import script as script_module
 
 EAGER = str(Path(__file__).parents[1] / "data" / "kineto_eager.json.gz")
 
@@ -116,6 +119,35 @@ def test_a_script_is_run_with_its_arguments_and_profiled(script, tmp_path, capsy
 def test_a_script_that_fails_keeps_its_exit_code_and_gives_its_profile(script, capsys):
     assert main(["profile", "--on", "h200-sxm", script, "25", "7"]) == 7
     assert "Verdict:" in capsys.readouterr().out
+
+
+def test_a_script_that_goes_on_has_its_report_on_stderr_meanwhile(tmp_path, capsys, monkeypatch):
+    flag, path = tmp_path / "shown", tmp_path / "train.py"
+    waiting = f"import pathlib, time\nwait = pathlib.Path({str(flag)!r}).exists\n"
+    waiting += "for _ in range(1000): wait() or time.sleep(0.01)\n#"
+    path.write_text(TRAIN.replace("sys.exit", waiting))
+
+    def show(text):
+        narrate_text(text)
+        flag.touch()
+
+    monkeypatch.setattr(script_module, "EARLY_REPORT_S", 0.01)
+    monkeypatch.setattr(verb, "narrate_text", show)
+    assert main(["profile", "--on", "h200-sxm", "--full", str(path), "200", "0"]) == 0
+    captured = capsys.readouterr()
+    assert "train.py goes on. Ctrl-C ends it and gives the report now; --stop does that by itself\n" in captured.err
+    header, early = captured.err.split("still runs, and Ctrl-C ends it.\n")
+    assert "everything needed has been recorded" in header
+    assert "Verdict:" in early
+    assert captured.out.startswith("arguments ['200', '0']\n")
+    assert captured.out.count("Verdict:") == 1  # the whole report, at the end
+
+
+def test_with_stop_nothing_is_said_of_a_script_that_goes_on(script, capsys):
+    assert main(["profile", "--on", "h200-sxm", "--stop", script, "61", "0"]) == 0
+    captured = capsys.readouterr()
+    assert "goes on" not in captured.err
+    assert "Verdict:" in captured.out
 
 
 def test_too_few_steps_are_said(script, capsys):

@@ -162,7 +162,7 @@ def profile_script(
         initialize_kineto()
         say(f"running {main.name}")
         say(PHASE_MESSAGES["warm-up"])
-        watchdog = Watchdog(session, say, wait_s, abort_run)
+        watchdog = Watchdog(session, say, wait_s, abort_run, early_report_s=EARLY_REPORT_S)
 
         def report(error: BaseException) -> None:
             """The script's own error, SystemExit included; the profile is still reported."""
