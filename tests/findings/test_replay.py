@@ -214,7 +214,7 @@ def test_a_recorded_step_becomes_a_timeline():
     """An op, a number that is read, 400 us of Python, and another op; the profiler took 20 us on its own."""
     us = 1e-6
     device = [
-        DeviceActivity(30 * us, 480 * us, 20 * us, "train.py:7", 0),
+        DeviceActivity(30 * us, 480 * us, 20 * us, "train.py:7", 0, op_returned_s=40 * us),
         DeviceActivity(481 * us, 500 * us, 70 * us, "train.py:8", 1),
         DeviceActivity(1025 * us, 1100 * us, 1020 * us, "train.py:9", 2),
     ]
@@ -231,7 +231,8 @@ def test_a_recorded_step_becomes_a_timeline():
     ]
     assert rows == [
         (20, 2, 0, None, 0, None),
-        (50, 2, 1, None, 1, None),
+        (20, 0, 0, None, None, None),
+        (30, 2, 1, None, 1, None),
         (10, 0, 1, None, None, None),
         (5, 0, 1, READ, None, 1),
         (450, 0, None, DECODE, None, None),

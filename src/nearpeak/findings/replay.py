@@ -147,26 +147,32 @@ def step_timeline(
     """The kernels that were launched."""
     open_span: int | None = None
 
+    def owner(number: int) -> int | None:
+        return None if not 0 <= number < len(device) or device[number].in_graph else device[number].op
+
     def work(until: float, waiting_op: int | None = None) -> Iterator[HostPiece]:
-        """The pieces from `now` on, without what they launch: for the op that waits next, or is launched next."""
-        seconds = until - now - _overlap(profiler, now, until)
-        if seconds <= 0.0:
-            return
-        following = device[launched] if launched < len(device) else None
-        op = None if following is None or following.in_graph else following.op
-        op = op if waiting_op is None else waiting_op
-        events = bisect_left(host_events, until) - bisect_left(host_events, now)
+        """The pieces from `now` on, without what they launch: first for the op that launched last, until it returns,
+        then for the op that waits or is launched next."""
+        returned = device[launched - 1].op_returned_s if launched else None
+        split = now if returned is None else min(max(now, returned), until)
         if open_span is not None:
             activity = host[spans[open_span][2]]
-            yield HostPiece(seconds, events, None, (activity.cause, activity.where, activity.what))
+            yield from piece(now, until, None, (activity.cause, activity.where, activity.what))
             return
-        outside = seconds - min(seconds, _overlap(host_ops, now, until))
-        if outside >= LONG_PYTHON:
-            what, where = (AFTER_LAST_KERNEL, "") if following is None else ("", following.where)
-            yield HostPiece(outside, 0, None, ("python", where, what))
-            seconds -= outside
+        yield from piece(now, split, owner(launched - 1))
+        outside = until - split - _overlap(host_ops, split, until) - _overlap(profiler, split, until)
+        stretch_s = outside if outside >= LONG_PYTHON else 0.0
+        if stretch_s:
+            following = ("", AFTER_LAST_KERNEL) if launched == len(device) else (device[launched].where, "")
+            yield HostPiece(stretch_s, 0, None, ("python", *following))
+        yield from piece(split, until, owner(launched) if waiting_op is None else waiting_op, less_s=stretch_s)
+
+    def piece(
+        start: float, end: float, op: int | None, cause: Cause | None = None, *, less_s: float = 0.0
+    ) -> Iterator[HostPiece]:
+        seconds = end - start - less_s - _overlap(profiler, start, end)
         if seconds > 0.0:
-            yield HostPiece(seconds, events, op, None)
+            yield HostPiece(seconds, bisect_left(host_events, end) - bisect_left(host_events, start), op, cause)
 
     for time, kind, number in marks:
         if time >= host_end_s and kind == 2:

@@ -61,6 +61,8 @@ class DeviceActivity(NamedTuple):
     communication: bool = False
     in_graph: bool = False
     """Whether a CUDA graph launched it, which is one launch for all of its kernels."""
+    op_returned_s: float | None = None
+    """When the op that launched it returned on the host; None if that is not known."""
 
 
 class HostActivity(NamedTuple):

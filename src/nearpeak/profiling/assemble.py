@@ -480,6 +480,7 @@ def _activities(
                 kernel.stream,
                 kernels[number].communication if kernels else False,
                 kernel.in_graph,
+                None if kernel.op is None else sum(recorded.spans[kernel.op]),
             )
             for number, kernel in enumerate(recorded.kernels)
         ]
