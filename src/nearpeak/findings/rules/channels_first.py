@@ -35,7 +35,11 @@ def channels_first(step: Step) -> Iterator[Waste]:
     convolutions = [index for index, op in enumerate(step.ops) if _is_channels_first(step, index, op)]
     if not convolutions:
         return
-    conversions = {index: _conversion_seconds(step, index) for index in convolutions}
+    seen_s: dict[int, float] = {}
+    for kernel in step.profile.timeline:
+        if kernel.op is not None and is_conversion(kernel.name):
+            seen_s[kernel.op] = seen_s.get(kernel.op, 0.0) + kernel.seconds
+    conversions = {index: _conversion_seconds(step, index, seen_s.get(index, 0.0)) for index in convolutions}
     changes = dict(conversions)
     for index, op in enumerate(step.ops):
         if _follows_layout(step, index, op):
@@ -102,19 +106,16 @@ def _is_channels_first(step: Step, index: int, op: Op) -> bool:
     return _has_channels_inside(results) and (_has_channels_inside(images) or images.shape[1] == 1)
 
 
-def _conversion_seconds(step: Step, index: int) -> float:
-    """The time of the conversions in a convolution that channels-last images do not need."""
+def _conversion_seconds(step: Step, index: int, seen_s: float) -> float:
+    """The time of the conversions in a convolution that channels-last images do not need: on a GPU, of those seen."""
     op = step.ops[index]
     if step.machine.kind != "gpu":
         return _expected_conversion_seconds(step, index)
     images, results, weight = _images(op), _results(op), op.tensor("weight")
     stays_before, stays_after = _stays_channels_first(step, index)
-    measured = sum(
-        kernel.seconds for kernel in step.profile.timeline if kernel.op == index and is_conversion(kernel.name)
-    )
     moved = images.bytes + results.bytes + weight.bytes
     staying = images.bytes * (stays_before or images.shape[1] < _BLOCK) + results.bytes * stays_after
-    return min(measured * (1 - staying / moved), step.time(index)) if moved else 0.0
+    return min(seen_s * (1 - staying / moved), step.time(index)) if moved else 0.0
 
 
 def _expected_conversion_seconds(step: Step, index: int) -> float:
