@@ -1,9 +1,12 @@
+import dataclasses
+
 import pytest
 import torch
 from gpu_steps import examined, found_in
 from planted import load
 from torch import nn
 
+from nearpeak.findings.replay import HostPiece, ReplayedKernel, StepReplay, StepTimeline
 from nearpeak.findings.rules.batch_too_small import batch_too_small
 
 NAME = "batch-too-small"
@@ -32,6 +35,18 @@ def test_the_corpus():
     assert finding.share > 0.9
     assert "with 200 rows" in finding.evidence and "50 times" in finding.remedy
     assert not found_in(examined(lambda: module.clean("cuda")), NAME)
+
+
+def test_launches_serve_the_larger_batch_too():
+    """The host takes half as long as the kernels: it would limit a step of shorter kernels, and not a larger batch."""
+    step = examined(layers(4))
+    took = {index: step.time(index) for index in range(len(step.ops)) if step.time(index)}
+    pieces = [HostPiece(seconds / 2, 0, op, None, kernel=number) for number, (op, seconds) in enumerate(took.items())]
+    kernels = [ReplayedKernel(seconds, op, 0, 0.0, False, None, 0.0) for op, seconds in took.items()]
+    timeline = StepTimeline(pieces=pieces, kernels=kernels, launch_latency_s=0.0)
+    replayed = dataclasses.replace(step, replay=StepReplay(timeline, step.profile.wall_s))
+    (finding,), (summed,) = (found_in(one, NAME) for one in (replayed, step))
+    assert finding.share == pytest.approx(summed.share, rel=0.02) and finding.share > 0.9
 
 
 def test_the_saving_is_what_these_rows_would_be_charged_of_a_larger_batch():

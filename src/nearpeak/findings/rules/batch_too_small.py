@@ -50,6 +50,7 @@ def batch_too_small(step: Step) -> Iterator[Waste]:
         title=f"{len(gemms)} products have {few.rows} rows each, too few to be worth reading their weights.",
         op=largest,
         gains=gains,
+        launch_s=dict.fromkeys(gains, 0.0),  # a launch serves many more samples
         evidence=f"They take {seconds(took)}, {percent(took / wall, 0)} of the step, and read or write "
         f"{quantity(sum(item.weight.bytes for item in gemms.values()), 'B')} of weights. {step.machine.name} computes "
         f"as long as it reads with {few.enough} rows (batch x tokens).",
