@@ -45,7 +45,8 @@ function readModel(data) {
   const ops = data.ops;
   const texts = ["name", "family", "phase", "source", "shapes", "limiter"];
   const shorts = new Map(Object.entries(ops.short));
-  const model = { wall: data.wall * 1e-9, roofs: data.roofs, timeline: data.timeline, excerpts: data.excerpts };
+  const model = { wall: data.wall * 1e-9, roofs: data.roofs, timeline: data.timeline };
+  model.excerpts = new Map(Object.entries(data.excerpts)); // a line may be named as a method of objects is
   for (const name of texts) model[name] = textsOf(ops[name]);
   model.short = { values: model.name.values.map((name) => shorts.get(name)), index: model.name.index };
   model.what = Uint32Array.from(sumsOf(ops.what));

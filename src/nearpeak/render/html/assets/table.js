@@ -205,8 +205,9 @@ function opTable(model, root) {
       facts.append(make("dt", { text: column.label }), make("dd", { text }));
     }
     detail.append(facts);
-    const excerpt = model.excerpts[whatText(model, "source", view.figures.what(row))];
-    if (excerpt) detail.append(excerptOf(excerpt, whatText(model, "source", view.figures.what(row))));
+    const source = whatText(model, "source", view.figures.what(row));
+    const excerpt = model.excerpts.get(source);
+    if (excerpt) detail.append(excerptOf(excerpt, source));
     if (view.mode === "groups" && view.figures.ops(row) > 1) {
       detail.append(button(`Show its ${count(view.figures.ops(row))} ops one by one`, () => api.onSingle(row)));
     }
