@@ -1,11 +1,14 @@
 """The table of docs/profile.md is that of the runs."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from nearpeak.cli.main import main
 
 ROOT = Path(__file__).parent.parent
 RESULT = "benchmarks/results/model_profiles_h200.json"
@@ -20,6 +23,14 @@ def test_the_table_is_that_of_the_runs():
 def test_the_runs_hold_what_is_said_of_them():
     rows = json.loads((ROOT / RESULT).read_text(encoding="utf-8"))["rows"]
     assert all(abs(row["parts_over_wall"] - 1) < 0.01 and row["modeled"] > 0.98 for row in rows)
+
+
+def test_the_screen_of_the_readme_is_that_of_the_command(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"`nearpeak (report tests/data/\S+)` prints it", readme)
+    assert main(command.split()) == 0
+    assert f"```text\n{capsys.readouterr().out}```" in readme
 
 
 GRAPHS = "benchmarks/results/graph_kernels_h200.json"

@@ -145,3 +145,14 @@ def test_idle_time_that_was_not_seen_gets_no_story():
     falls = build_waterfall(wall_s=10.0, **FLOORS, modeled_s=3.0, kernel_s=3.0)
     said = sentences(dataclasses.replace(losing(op()), waterfall=falls, idle=idle))["Next"]
     assert said.startswith("What it is was not seen")
+
+
+def test_where_all_kernels_are_slower_than_good_ones_no_op_is_accused():
+    names = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.convolution.default")
+    families = ("matrix", "matrix", "matrix", "convolution")
+    slow = [op(name, family, 2.4, 0.2, 1.2) for name, family in zip(names, families, strict=True)]
+    said = sentences(dataclasses.replace(losing(*slow), device="cpu"))["Next"]
+    assert said.startswith("No remedy is known for mm (forward) at model.py:8: good kernels take 1.20 s, these 2.40 s")
+    assert "most kernels of the step take 2.0 x what good ones do" in said
+    slow[0] = dataclasses.replace(slow[0], measured_s=5.0)
+    assert sentences(dataclasses.replace(losing(*slow), device="cpu"))["Next"].startswith("Begin with mm (forward)")

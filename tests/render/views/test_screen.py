@@ -90,7 +90,7 @@ def test_findings_of_a_library_that_one_line_calls_are_one():
     own = finding("repeated-cast", "train.py:9", 0.05)
     made = dataclasses.replace(small_profile(), modeled_share=1.0, findings=(own, *inside))
     shown = text(screen(made))
-    assert "1.  700 ms, 7.0 %: 2 findings at train.py:7 (in layers)" in shown
+    assert "1.  700 ms, 7.0 %: 2 findings at train.py:7, in layers" in shown
     assert "    model.compile()  # unfused-norm, unfused-rotary" in shown
     assert "2.  500 ms, 5.0 %: repeated-cast at train.py:9" in shown
 

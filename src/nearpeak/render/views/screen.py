@@ -22,7 +22,7 @@ from nearpeak.render.views.profile import (
     ranking_section,
     select_findings,
 )
-from nearpeak.render.views.verdict import next_finding, sentences
+from nearpeak.render.views.verdict import findings_by_library, group_name, next_finding, sentences
 from nearpeak.units import percent, seconds
 
 MOST_LINES = 35
@@ -109,42 +109,33 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
     """For each what is saved and where, in one line, and what to write there."""
     trusted = grade_profile(profile).is_trusted
     first = next_finding(profile, findings)
-    groups = list(_by_library(findings))
+    groups = findings_by_library(findings)
     shown = groups[:MOST_FINDINGS]
     if first is not None and not any(first in group for group in shown):
         shown[-1] = next(group for group in groups if first in group)
     items = [
         line
         for number, group in enumerate(shown, 1)
-        for line in (f"{number}.  {_what_and_where(group, trusted)}"[:WIDTH], f"    {_remedy(group)}")
+        for line in (f"{number}.  {plain(_what_and_where(group, trusted), WIDTH - 4)}", f"    {_remedy(group)}")
     ]
     title = "What would save most:" if trusted else "Findings:"
     return Items(title=title, items=tuple(items), most_lines=remedy_lines)
-
-
-def _by_library(findings: Sequence[Finding]) -> Iterator[list[Finding]]:
-    """Findings in one library that one line calls are one; all others are by themselves. The largest first."""
-    groups: dict[tuple[object, ...], list[Finding]] = {}
-    for number, finding in enumerate(findings):
-        key = (finding.source, finding.library) if finding.library else (number,)
-        groups.setdefault(key, []).append(finding)
-    yield from sorted(groups.values(), key=lambda group: -sum(finding.saving_s for finding in group))
 
 
 def _what_and_where(group: Sequence[Finding], trusted: bool) -> str:
     first = group[0]
     saved_s, share = sum(finding.saving_s for finding in group), sum(finding.share for finding in group)
     saving = f"{seconds(saved_s)}, {percent(share)}: " if trusted else ""
-    where = elide_start(first.source) or elide_start(first.module) or "the step"
-    inside = f" (in {plain(first.library, 24)})" if first.library else ""
-    what = plain(first.rule, 40) if len(group) == 1 else f"{len(group)} findings"
-    return f"{saving}{what} at {where}{inside}"
+    where = elide_start(first.source) or elide_start(first.module)
+    inside = f", in {plain(first.library.removeprefix('torch.'), 24)}" if first.library else ""
+    return f"{saving}{group_name(group)}{f' at {where}' if where else ''}{inside}"
 
 
 def _remedy(group: Sequence[Finding]) -> str:
-    """The first line of the remedy that is no comment."""
-    lines = [line.strip() for line in group[0].remedy.strip().split("\n")]
-    remedy = next((line for line in lines if line and not line.startswith("#")), lines[0])
+    """The first line of the remedy that is neither a comment nor an import; with the next one, if it leads to that."""
+    lines = [line.strip() for line in group[0].remedy.split("\n") if line.strip()]
+    code = [line for line in lines if not line.startswith(("#", "import ", "from "))] or lines or [""]
+    remedy = " ".join(code[:2]) if code[0].endswith(":") else code[0]
     names = ", ".join(dict.fromkeys(plain(finding.rule, 40) for finding in group))
     return f"{remedy.partition('  #')[0]}  # {names}" if len(group) > 1 else remedy
 

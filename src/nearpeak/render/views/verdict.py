@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from nearpeak.bound.expected import is_like_measured
 from nearpeak.bound.tiles import tiling_of_shapes
@@ -28,6 +30,8 @@ TYPICAL_RATIO = 1.25
 """Kernels that take at most this multiple of the expected time are not called slow."""
 ANSWER_SHARE = 0.25
 """Findings that save less than this share of the largest loss are no answer to it."""
+LEAST_GROUPS = 3
+"""So many kinds of ops tell how fast the machine was."""
 SHORT_KERNEL = 5e-6
 """Seconds. Much of a shorter kernel on a GPU is its start and its end."""
 SHORT_CPU_OP = 1e-5
@@ -55,8 +59,9 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
     else:
         next_ = advice
         if findings and grade.is_trusted:
-            best = findings[0]
-            next_ += f" The largest saving known is {percent(best.share)}: {plain(best.rule, 40)}{_at(best)}."
+            best = findings_by_library(findings)[0]
+            saved = percent(sum(finding.share for finding in best))
+            next_ += f" The largest saving known is {saved}: {group_name(best)}{_at(best[0])}."
     if grade.is_trusted:
         return {"Verdict": verdict_sentence(profile), "Why": f"Most is lost to {lost} {why}".strip(), "Next": next_}
     untold = f"Below grade {LEAST_TRUSTED}, no multiple of the ideal and no savings are told."
@@ -80,6 +85,20 @@ def next_finding(profile: Profile, findings: Sequence[Finding]) -> Finding | Non
     if answers and sum(_saved_of(profile, finding, loss.name) for finding in answers) >= enough_s:
         return answers[0]
     return findings[0] if findings and findings[0].saving_s >= enough_s else None
+
+
+def findings_by_library(findings: Sequence[Finding]) -> list[list[Finding]]:
+    """Findings of one library that one line calls, and that one compilation removes, are one. The largest first."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
+    for number, finding in enumerate(findings):
+        is_compiled = bool(finding.library) and finding.remedy.startswith("model.compile()")
+        groups.setdefault((finding.source, finding.library) if is_compiled else (number,), []).append(finding)
+    return sorted(groups.values(), key=lambda group: -sum(finding.saving_s for finding in group))
+
+
+def group_name(group: Sequence[Finding]) -> str:
+    """The rule of one finding, or how many there are."""
+    return plain(group[0].rule, 40) if len(group) == 1 else f"{len(group)} findings"
 
 
 def _answers(profile: Profile, finding: Finding, loss: Part) -> bool:
@@ -155,30 +174,41 @@ def _slow_kernels(profile: Profile) -> tuple[str, str]:
     groups = [group for group in _op_groups(profile) if group.lost_s > 0.0]
     if not groups:
         return "", "Look at the top of the ranking: --by op."
+    pace = _pace(profile, groups)
     worst = groups[0]
     times = f", {significant(worst.measured_s / worst.bound_s, 2)} x the bound" if worst.bound_s > 0.0 else ""
     why = f"{worst.name} loses most: {seconds(worst.lost_s)} in {count(len(worst.ops), 'op')}{times}."
     if (lost_s := clock_loss_s(profile)) is not None and lost_s >= SMALL_CLOCK_LOSS * profile.wall_s:
         why = f"{seconds(lost_s)} of it are a lower clock. {why}"
-    slow = max(groups, key=lambda group: group.beyond_expected_s)
-    if worst.is_slow:
+    slow = max(groups, key=lambda group: group.seconds_beyond(pace))
+    if worst.seconds_beyond(pace):
         slow = worst
-    elif slow.beyond_expected_s < SMALL_LOSS * profile.wall_s:
-        return why, f"No remedy is known for {worst.name}{worst.place}: {_no_remedy(profile, worst)}"
+    elif slow.seconds_beyond(pace) < SMALL_LOSS * profile.wall_s:
+        return why, f"No remedy is known for {worst.name}{worst.place}: {_no_remedy(profile, worst, pace)}"
     expected_s = slow.expected_s or 0.0
     other = "" if slow is worst else f"No faster kernel is known for {worst.name}. "
     return why, (
         f"{other}Begin with {slow.name}{slow.place}: good kernels take {seconds(expected_s)} for "
         f"{'it' if len(slow.ops) == 1 else f'all {len(slow.ops):,}'}, these took {seconds(slow.measured_s)}. "
-        f"{_FAMILY_ADVICE.get(slow.ops[0].family, 'Try another backend, layout or shape.')}"
+        f"{_FAMILY_ADVICE.get(slow.ops[0].family, 'Try another backend, dtype, layout or shape.')}"
     )
 
 
 _FAMILY_ADVICE: Mapping[str, str] = {
     "convolution": "Try another layout (channels-last), dtype or shape.",
-    "matrix": "Try another dtype, contiguous operands, or sizes in multiples of 64.",
     "attention": "Try another backend of scaled_dot_product_attention, or another size of the heads.",
 }
+
+
+def _pace(profile: Profile, groups: Sequence[_OpGroup]) -> float:
+    """By what factor all kernels take longer than good ones, at least 1: of a machine that is busy, or was calibrated
+    when it was faster, no single op is to blame. The median over the groups that take a hundredth of the step."""
+    ratios = [
+        group.measured_s / group.expected_s
+        for group in groups
+        if group.expected_s and group.measured_s >= 0.01 * profile.wall_s
+    ]
+    return max(1.0, median(ratios)) if len(ratios) >= LEAST_GROUPS else 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,14 +228,10 @@ class _OpGroup:
     def lost_s(self) -> float:
         return self.measured_s - self.bound_s
 
-    @property
-    def beyond_expected_s(self) -> float:
-        """What they take longer than good kernels; 0 for kernels that are as fast as others, and without a figure."""
-        return self.measured_s - (self.expected_s or 0.0) if self.is_slow else 0.0
-
-    @property
-    def is_slow(self) -> bool:
-        return self.expected_s is not None and self.measured_s > TYPICAL_RATIO * self.expected_s
+    def seconds_beyond(self, pace: float) -> float:
+        """What they take longer than good kernels at this pace; 0 for kernels that are as fast, or without a figure."""
+        good_s = math.inf if self.expected_s is None else pace * self.expected_s
+        return self.measured_s - good_s if self.measured_s > TYPICAL_RATIO * good_s else 0.0
 
 
 def _op_groups(profile: Profile) -> list[_OpGroup]:
@@ -237,7 +263,7 @@ def _op_group(profile: Profile, ops: Sequence[ProfiledOp]) -> _OpGroup:
     )
 
 
-def _no_remedy(profile: Profile, group: _OpGroup) -> str:
+def _no_remedy(profile: Profile, group: _OpGroup, pace: float) -> str:
     """Why nothing is known to do about a group of ops: how near good kernels are, and what the loss consists of."""
     limiter = max(group.ops, key=lambda op: op.bound_s).limiter
     rate = {"compute": "the compute rate", "memory": "the memory bandwidth", "cache": "the cache's bandwidth"}
@@ -247,6 +273,8 @@ def _no_remedy(profile: Profile, group: _OpGroup) -> str:
         near = "no kernel like it was measured on this machine, so how near it is to the best is not known"
     else:
         near = f"good kernels take {seconds(group.expected_s)}, these {seconds(group.measured_s)}"
+        if pace > TYPICAL_RATIO:
+            near += f"; most kernels of the step take {significant(pace, 2)} x what good ones do, as on a busy machine"
     parts = [f"{seconds(value)} {name}" for name, value in _loss_parts(profile, group).items() if value > 0.0]
     consists = f"; of the loss {' and '.join(parts)}" if parts else ""
     return f"{own}{near}. They reach {reached} of {rate.get(limiter, 'their bound')}{consists}."
