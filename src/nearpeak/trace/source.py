@@ -22,8 +22,11 @@ AUTOGRAD_ENGINE_CODE = _engine_run_backward.__code__
 _user_file_names: dict[str, str] = {}
 """Results of `_user_file`, which is asked for every frame of every op."""
 _user_lines: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
-"""Lines by code and instruction, since `f_lineno` searches a table, and whether they are of an installed package. The
-code is stored to keep its id unique."""
+"""Lines by code and instruction, since `f_lineno` searches a table, and whether they are of the user's own. The code is
+stored to keep its id unique."""
+_own_file_names: dict[str, str] = {}
+"""As `_user_file_names`, without files of installed packages; `_ENGINE` for the file in which backward passes start."""
+_ENGINE = "<autograd>"
 
 
 def _user_file(filename: str) -> str:
@@ -102,6 +105,23 @@ def user_line(frame: FrameType | None = None) -> tuple[str, bool]:
     return UserLines().nearest(frame or sys._getframe(1))[:2]
 
 
+def _line_at(frame: FrameType, name: str) -> tuple[str, bool]:
+    """The line of a frame, and whether it is of the user's own."""
+    code = frame.f_code
+    instruction = (id(code), frame.f_lasti)
+    cached = _user_lines.get(instruction)
+    if cached is None:
+        is_own = _PACKAGE_FILE.match(code.co_filename) is None
+        cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno}", is_own)
+    return cached[1], cached[2]
+
+
+def _own_file(filename: str) -> str:
+    if filename == AUTOGRAD_ENGINE_CODE.co_filename:
+        return _ENGINE
+    return "" if _PACKAGE_FILE.match(filename) else _user_file(filename)
+
+
 class UserLines:
     """Finds lines of user code for one op after the other."""
 
@@ -114,29 +134,43 @@ class UserLines:
 
         The last is "" for a line of the user's own, and where no such line called the package.
         """
-        line = ""
         while frame is not None:
             code = frame.f_code
             if code is AUTOGRAD_ENGINE_CODE:
-                if frame is not self._engine:  # its caller stays at one line for the whole backward pass
-                    above = UserLines().nearest(frame.f_back)
-                    self._engine, self._above = frame, (above[0], above[2])
-                called, caller = self._above
-                return (line, False, caller or called) if line else (called, True, caller)
+                called, caller = self._above_engine(frame)
+                return called, True, caller
             name = _user_file_names.get(code.co_filename)
             if name is None:
                 name = _user_file_names[code.co_filename] = _user_file(code.co_filename)
             if name:
-                instruction = (id(code), frame.f_lasti)
-                cached = _user_lines.get(instruction)
-                if cached is None:
-                    installed = _PACKAGE_FILE.match(code.co_filename) is not None
-                    cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno}", installed)
-                if not cached[2]:
-                    return (line, False, cached[1]) if line else (cached[1], False, "")
-                line = line or cached[1]
+                line, is_own = _line_at(frame, name)
+                return line, False, "" if is_own else self._caller(frame.f_back)
             frame = frame.f_back
-        return line, not line, ""  # without a line: a thread of the engine
+        return "", True, ""  # a thread of the engine
+
+    def _caller(self, frame: FrameType | None) -> str:
+        """The nearest line of the user's own; asked for every op of an installed package, through all its frames."""
+        own_name = _own_file_names.get
+        while frame is not None:
+            own = own_name(frame.f_code.co_filename)
+            if own != "":
+                code = frame.f_code
+                if code is AUTOGRAD_ENGINE_CODE:
+                    called, caller = self._above_engine(frame)
+                    return caller or called
+                if own is None:
+                    own = _own_file_names[code.co_filename] = _own_file(code.co_filename)
+                if own not in ("", _ENGINE):
+                    return _line_at(frame, own)[0]
+            frame = frame.f_back
+        return ""
+
+    def _above_engine(self, frame: FrameType) -> tuple[str, str]:
+        """The line that started a backward pass, and its caller; it stays at one line for the whole pass."""
+        if frame is not self._engine:
+            above = UserLines().nearest(frame.f_back)
+            self._engine, self._above = frame, (above[0], above[2])
+        return self._above
 
     def forget(self) -> None:
         """Drops the frame, which keeps its local variables alive."""

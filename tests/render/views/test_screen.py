@@ -13,6 +13,7 @@ from nearpeak.profiles import file
 from nearpeak.profiles.conditions import StepConditions
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.profile import Profile
+from nearpeak.profiling.load import profile_trace
 from nearpeak.render.text import Style, text
 from nearpeak.render.views.profile import ReportOptions, select_findings
 from nearpeak.render.views.screen import MOST_LINES, screen
@@ -118,3 +119,11 @@ def test_the_step_is_told():
     made = dataclasses.replace(small_profile(), step="a training step, up to the step of AdamW", steps=12)
     first = text(screen(made)).split("\n")[0]
     assert first == "Step:    train.py: a training step, up to the step of AdamW; 12 timed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(DATA.glob("kineto_*.json.gz")), ids=lambda path: path.name)
+def test_no_report_of_a_trace_file_has_more_than_35_lines_of_80_columns(path):
+    lines = text(screen(profile_trace(path, on="h200-sxm"))).split("\n")
+    assert len(lines) <= MOST_LINES
+    assert max(map(len, lines)) <= 80
