@@ -121,10 +121,31 @@ def test_a_small_calibration_of_this_cpu(monkeypatch):
     assert 0.0 <= found.launch.cold_start < 1e-2
     assert found.launch.enqueue is None
     assert [line.partition("(")[2].rstrip(")") for line in lines] == [
-        *("one small operation", "memory", "cache", "one small operation"),
-        *(f"products in {dtype}" for dtype in ("float32", "float64", "bfloat16", "float16", "int8")),
-        "one small operation",
+        *("small ops", "memory", "cache", "small ops"),
+        *(f"GEMM {dtype}" for dtype in ("float32", "float64", "bfloat16", "float16", "int8")),
+        "small ops",
     ]
+
+
+def test_a_gpu_is_measured_in_the_order_of_need_and_quickly_only_in_part():
+    def tasks(effort, **options):
+        return list(module._gpu_tasks(CeilingCollector(), None, effort, **options))
+
+    full = tasks(module.FULL_EFFORT, all_dtypes=True)
+    assert all(task.needed for task in full)
+    assert len({task.name for task in full}) == len(full)
+    in_part = tasks(module.QUICK_EFFORT, all_dtypes=False)
+    assert [task.name for task in in_part][:5] == [
+        "memory",
+        "cache",
+        "launches",
+        "GEMM bfloat16",
+        "GEMM bfloat16, sustained",
+    ]
+    assert {task.name for task in in_part if task.needed} == {"memory", "cache", "launches"}
+    assert {task.name for task in in_part} < {task.name for task in full}
+    needed = {task.name for task in tasks(module.QUICK_EFFORT, all_dtypes=True) if task.needed}
+    assert {f"GEMM {dtype}" for dtype in module._gpu_gemms(None)} < needed  # no datasheet has them
 
 
 def test_a_matrix_engine_makes_its_dtypes_matrix_rates(monkeypatch):

@@ -96,8 +96,10 @@ def test_the_first_call_measures_quickly_and_later_ones_read(here):
     assert first.achievable.quick
     status, end = lines
     assert isinstance(status, StatusLine)  # the next one replaces it
-    assert status.startswith("measuring this machine (the first time): 0 %, about ")
-    assert end.startswith("measured this machine in ") and "`nearpeak machine --calibrate` measures more" in end
+    assert status.startswith("measuring this machine (first time): 0 %, about ")
+    assert end.startswith("measured this machine in ") and end.endswith(
+        "(first time); all of it: nearpeak machine --calibrate"
+    )
     lines.clear()
     assert machine(progress=lines.append) == first
     assert here == ["ceilings"]
@@ -147,7 +149,7 @@ def test_a_device_beside_others_is_measured_for_the_first_time(here, monkeypatch
     monkeypatch.setattr(module, "calibration_key", lambda device: CalibrationKey(device="x", driver="1", torch="2"))
     lines = []
     machine(progress=lines.append)
-    assert "(the first time on x)" in lines[0]
+    assert "(first time on x)" in lines[0]
 
 
 def test_what_a_quick_calibration_of_a_gpu_leaves_out_is_derated(here):

@@ -52,6 +52,16 @@ def test_a_training_step_ends_after_the_optimizers(watcher, accumulated):
     assert "step" not in vars(optimizer)
 
 
+def test_the_last_step_counts_that_ends_inside_the_backward_pass(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD([model.weight])
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: optimizer.step())
+    with detect_steps(watcher):
+        for _ in range(3):
+            model(torch.randn(2, 4)).sum().backward()
+    assert watcher.events.count("step") == 3
+
+
 def test_the_first_of_several_optimizers_ends_the_steps(watcher):
     models = [torch.nn.Linear(4, 4) for _ in range(2)]
     optimizers = [torch.optim.SGD(model.parameters()) for model in models]

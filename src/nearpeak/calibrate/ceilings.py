@@ -143,11 +143,11 @@ def calibrate_host(progress: CalibrationProgress | None = None) -> Achievable:
     cache = facts.cache_bytes or UNKNOWN_CACHE_BYTES
     sweep = HostEviction()
     small: list[tuple[Ceiling, Ceiling]] = []
-    call = Task(name="one small operation", seconds=0.7, measure=lambda: small.append(_host_call_cost(sweep)))
+    call = Task(name="small ops", seconds=0.7, measure=lambda: small.append(_host_call_cost(sweep)))
     memory = partial(_host_bandwidths, ceilings, int(max(4 * cache, 2**27)))
     products = [
         Task(
-            name=f"products in {_name(dtype)}",
+            name=f"GEMM {_name(dtype)}",
             seconds=seconds,
             measure=partial(_host_gemms, ceilings, dtype, facts.matrix_engine),
         )
@@ -333,10 +333,10 @@ def _gpu_tasks(
             if name in fastest:  # else this GPU has no such product; its operands are freed after it
                 _measure_sustained(ceilings, device, name, fastest.pop(name))
 
-        yield Task(name=f"products in {name}", seconds=2.0 * scale, measure=burst, needed=all_dtypes)
+        yield Task(name=f"GEMM {name}", seconds=2.0 * scale, measure=burst, needed=all_dtypes)
         if lasts:
             yield Task(
-                name=f"products in {name}, sustained",
+                name=f"GEMM {name}, sustained",
                 seconds=GPU_SUSTAINED_SECONDS,
                 measure=sustained,
                 needed=full or name in fastest,

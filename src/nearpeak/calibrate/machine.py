@@ -81,7 +81,7 @@ def _why_unknown(key: CalibrationKey) -> str:
     others = [calibration.key for calibration in calibrations.load_all()]
     same_device = [other for other in others if other.device == key.device]
     if not same_device:
-        return f"the first time on {key.device}" if others else "the first time"
+        return f"first time on {key.device}" if others else "first time"
     if all(other.torch != key.torch for other in same_device):
         return f"torch is now {key.torch}, was {same_device[0].torch}"
     before = next(other for other in same_device if other.torch == key.torch)
@@ -116,7 +116,7 @@ def _measure(device: GpuInstrument | None, say: Progress, reason: str, *, quick:
         measured = dataclasses.replace(described, achievable=achievable)
         if device is None and not quick:  # a GPU's kernels have models, which its ceilings are enough for
             measured = measure_efficiency(measured, progress)
-    rest = "; `nearpeak machine --calibrate` measures more, in a minute" if quick else ""
+    rest = "; all of it: nearpeak machine --calibrate" if quick else ""
     say(f"measured this machine in {progress.elapsed_s:.0f} s ({reason}){rest}")
     for doubt in calibration_doubts(measured, COMMON_DTYPES[measured.kind])[:1]:
         say(f"this calibration is doubtful: {doubt}")
