@@ -142,6 +142,15 @@ def test_where_the_device_decides_the_host_is_taken_to_be_ahead_of_it():
     assert step.saving(Change(shorter=dict.fromkeys(range(100), 0.5))).seconds == pytest.approx(450e-6)
 
 
+@pytest.mark.parametrize("wall_s", [100e-6, 350e-6, 600e-6])
+def test_time_at_the_edges_of_a_step_counts_as_far_as_the_clean_step_has_it(wall_s):
+    """nearpeak and the profiler work there too: of 500 us, a clean step has none, half, or all."""
+    edge = HostPiece(500e-6, 0, None, ("python", "train.py:1", ""), edge=True)
+    step = replay([edge, *launches(10, 10e-6)], [1e-6] * 10, wall_s=wall_s)
+    assert step.unchanged.seconds == pytest.approx(wall_s, rel=0.01)
+    assert step.edges == pytest.approx((wall_s - 100e-6) / 500e-6, abs=0.01)
+
+
 def test_kernels_of_a_graph_follow_each_other_more_closely():
     step = replay(launches(4, 9e-6), [1e-6] * 4, gap_s=1.5e-6)
     assert step.step(Change(launch_s=dict.fromkeys(range(4), 0.0))).seconds == pytest.approx(4 * 1.4e-6)
@@ -237,8 +246,10 @@ def test_a_recorded_step_becomes_a_timeline():
         (5, 0, 1, READ, None, 1),
         (450, 0, None, DECODE, None, None),
         (45, 2, 2, None, 2, None),
-        (30, 0, None, None, None, None),
+        (20, 0, None, None, None, None),
+        (10, 0, None, None, None, None),
     ]
+    assert [piece.edge for piece in timeline.pieces] == [False] * 8 + [True]
     assert timeline.kernels[1].gap_s == pytest.approx(1 * us)
     assert timeline.launch_latency_s == pytest.approx(7.5 * us)
     assert timeline.causes == {READ, DECODE} and timeline.waiting_ops == {1}

@@ -12,7 +12,7 @@ time is solved for: without it, the replay of the unchanged step takes as long a
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
@@ -82,6 +82,8 @@ class HostPiece(NamedTuple):
     """A named stretch of work, or the call that waits; None for calling and launching ops."""
     kernel: int | None = None
     wait: int | None = None
+    edge: bool = False
+    """Before the first event of the step or after the last one, where nearpeak and the profiler work too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,9 @@ def step_timeline(
     marks = [(time, 1, number) for number, time in enumerate(issued)]
     for number, (start, end, _) in enumerate(spans):
         marks += [(start, 2, number), (end, 0, number)]
+    first = min([host_end_s, *(start for start, _ in host_ops[:1]), *[time for time in host_events[:2] if time > 0.0]])
+    last = max((end for _, end in host_ops), default=0.0)
+    marks += [(first, 3, 0), (last, 3, 0)]
     marks.sort()
 
     pieces: list[HostPiece] = []
@@ -164,7 +169,7 @@ def step_timeline(
         stretch_s = outside if outside >= LONG_PYTHON else 0.0
         if stretch_s:
             following = ("", AFTER_LAST_KERNEL) if launched == len(device) else (device[launched].where, "")
-            yield HostPiece(stretch_s, 0, None, ("python", *following))
+            yield HostPiece(stretch_s, 0, None, ("python", *following), edge=until <= first or now >= last)
         yield from piece(split, until, owner(launched) if waiting_op is None else waiting_op, less_s=stretch_s)
 
     def piece(
@@ -172,7 +177,9 @@ def step_timeline(
     ) -> Iterator[HostPiece]:
         seconds = end - start - less_s - _overlap(profiler, start, end)
         if seconds > 0.0:
-            yield HostPiece(seconds, bisect_left(host_events, end) - bisect_left(host_events, start), op, cause)
+            events = bisect_left(host_events, end) - bisect_left(host_events, start)
+            edge = cause is None and (end <= first or start >= last)
+            yield HostPiece(seconds, events, op, cause, edge=edge)
 
     for time, kind, number in marks:
         if time >= host_end_s and kind == 2:
@@ -187,7 +194,7 @@ def step_timeline(
             pieces.append(HostPiece(0.0, 0, None, None, kernel=number))
             launched = number + 1
             by_stream.setdefault(device[number].stream, []).append(number)
-        else:
+        elif kind == 2:
             open_span = number
             start, end, index = spans[number]
             if _is_wait(host[index]):
@@ -242,7 +249,7 @@ def _merge_pieces(pieces: Sequence[HostPiece]) -> list[HostPiece]:
     for piece in pieces:
         last = merged[-1] if merged else None
         is_work = last is not None and last.kernel is None and last.cause is None and piece.cause is None
-        if last is not None and is_work and (piece.seconds == 0.0 or last.op == piece.op):
+        if last is not None and is_work and (piece.seconds == 0.0 or (last.op, last.edge) == (piece.op, piece.edge)):
             seconds, events = last.seconds + piece.seconds, last.events + piece.events
             merged[-1] = last._replace(seconds=seconds, events=events, kernel=piece.kernel)
         else:
@@ -352,6 +359,21 @@ another stream that it follows, and at what distance. A plain tuple: most of the
 over these."""
 
 
+def bisect_decreasing(function: Callable[[float], float], wanted: float, start: float, end: float) -> float:
+    """Where a function that falls from `start` to `end` has a value; the nearer end if it does not have it.
+
+    >>> bisect_decreasing(lambda x: 10.0 - x, 7.0, 0.0, 8.0)
+    3.0
+    """
+    for _ in range(20):
+        middle = (start + end) / 2
+        value = function(middle)
+        if abs(value - wanted) <= _CALIBRATED * wanted / 5:
+            return middle
+        start, end = (middle, end) if value > wanted else (start, middle)
+    return (start + end) / 2
+
+
 class StepReplay:
     """A timeline that reproduces a clean step, and predicts the step with changes.
 
@@ -365,9 +387,10 @@ class StepReplay:
     def __init__(self, timeline: StepTimeline, wall_s: float) -> None:
         self.timeline = timeline
         self.wall_s = wall_s
-        self.event_s = self._solve_event_seconds()
-        """What the profiler takes for an event on the host."""
-        self._clean = self._clean_seconds(self.event_s)
+        self.event_s, self.edges = self._calibrate()
+        """What the profiler takes for an event on the host, and the share of the time at the edges that clean steps
+        have."""
+        self._clean = self._clean_seconds(self.event_s, self.edges)
         self.unchanged = self._run(UNCHANGED, self._clean)
 
     @property
@@ -396,37 +419,37 @@ class StepReplay:
         scale = min(1.0, self.wall_s / self.unchanged.seconds) if self.unchanged.seconds else 1.0
         return StepTime((before.seconds - changed.seconds) * scale, (before.busy_s - changed.busy_s) * scale)
 
-    def _clean_seconds(self, event_s: float) -> list[float]:
+    def _clean_seconds(self, event_s: float, edges: float) -> list[float]:
+        """The work of the pieces without the profiler, and with this share of the time at the edges of the step."""
         return [
             max(_LEAST_OF_PIECE * piece.seconds, piece.seconds - event_s * piece.events)
+            * (edges if piece.edge else 1.0)
             for piece in self.timeline.pieces
         ]
 
-    def _solve_event_seconds(self) -> float:
-        """The time per event with which the step takes `wall_s`.
+    def _calibrate(self) -> tuple[float, float]:
+        """The time per event, and the share of the time at the edges, with which the step takes `wall_s`.
 
-        Where the device alone decides, all times do with which the host keeps ahead of it: then it is the one with
-        which the profiler slows down the host as much as it usually does.
+        Where the device alone decides, all do with which the host keeps ahead of it. Then the profiler slows down the
+        host as much as it usually does, and what is at the edges is nearpeak's. A step that takes longer has time at
+        its edges too, and then slower ops.
         """
 
-        def step_s(event_s: float) -> float:
-            return self._run(UNCHANGED, self._clean_seconds(event_s)).seconds
+        def step_s(event_s: float, edges: float) -> float:
+            return self._run(UNCHANGED, self._clean_seconds(event_s, edges)).seconds
 
-        wanted = max(self.wall_s, step_s(_MAX_EVENT_S))
+        wanted = max(self.wall_s, step_s(_MAX_EVENT_S, 0.0))
         events = sum(piece.events for piece in self.timeline.pieces)
         slowed_s = sum(piece.seconds for piece in self.timeline.pieces if piece.events)
         typical = min(_MAX_EVENT_S, slowed_s * (1.0 - 1.0 / PROFILER_SLOWDOWN) / max(1, events))
-        time = step_s(typical)
+        time = step_s(typical, 0.0)
         if abs(time - wanted) <= _CALIBRATED * wanted:
-            return typical
-        low, high = (0.0, typical) if time < wanted else (typical, _MAX_EVENT_S)
-        for _ in range(20):
-            middle = (low + high) / 2
-            time = step_s(middle)
-            if abs(time - wanted) <= _CALIBRATED * wanted / 5:
-                return middle
-            low, high = (middle, high) if time > wanted else (low, middle)
-        return (low + high) / 2
+            return typical, 0.0
+        if time > wanted:
+            return bisect_decreasing(lambda event_s: step_s(event_s, 0.0), wanted, typical, _MAX_EVENT_S), 0.0
+        if step_s(typical, 1.0) > wanted:
+            return typical, bisect_decreasing(lambda edges: step_s(typical, edges), wanted, 1.0, 0.0)
+        return bisect_decreasing(lambda event_s: step_s(event_s, 1.0), wanted, 0.0, typical), 1.0
 
     def _run(self, change: Change, host_seconds: Sequence[float]) -> StepTime:
         """Replays steps in a row until their time does not change any more."""

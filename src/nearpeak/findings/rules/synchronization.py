@@ -229,7 +229,9 @@ _SELECTS = ("nonzero", "index", "index_put", "index_put_", "_index_put_impl_", "
 def synchronization(step: Step) -> Iterator[Waste]:
     """Lines at which the host waits for the device, and the device is idle because of it."""
     searched = {step.ops[index].place for index in searched_convolutions(step)}  # waits for its own measurements
-    elsewhere = expert_places(step) | set(reads_for_python(step)) | reading_places(step)
+    elsewhere = set(reads_for_python(step))
+    if {"storages", "lines"} <= step.knows:  # else no other rule finds them
+        elsewhere |= expert_places(step) | reading_places(step)
     for cause in step.profile.idle:
         if cause.cause != "synchronization" or cause.where in searched:
             continue
