@@ -1,5 +1,6 @@
 """The instrument on a real GPU, against kernels of known length. Nothing here can run without one."""
 
+import dataclasses
 import time
 
 import pytest
@@ -366,7 +367,8 @@ def test_a_case_without_tensors_runs_where_its_kernels_run(device):
 
 def test_calibration_finds_sane_figures_and_keeps_them(device, tmp_path, monkeypatch):
     monkeypatch.setenv("NEARPEAK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(ceilings, "GPU_GEMM_SHAPES", ((4096, 4096, 4096),))
+    effort = dataclasses.replace(ceilings.FULL_EFFORT, shapes=((4096, 4096, 4096),))
+    monkeypatch.setattr(ceilings, "FULL_EFFORT", effort)
     monkeypatch.setattr(ceilings, "GPU_SUSTAINED_SECONDS", 0.2)
     monkeypatch.setattr(calibration, "measure_efficiency", lambda machine, progress: machine)
     start = time.perf_counter()
