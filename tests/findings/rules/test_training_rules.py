@@ -173,3 +173,16 @@ def test_an_average_of_the_parameters_is_an_update_of_its_own():
 
     update, average = unfused_optimizer(training(optimizer=Averaged, zero=True, depth=12))
     assert "torch.optim.AdamW" in update.remedy and "torch._foreach_lerp_" in average.remedy
+
+
+def test_parameters_that_are_clamped_are_a_loop_over_tensors_and_no_update():
+    class Clamped(Loop):
+        def __init__(self, parameters):
+            super().__init__(parameters, None)
+
+        @torch.no_grad()
+        def step(self):
+            for parameter in self.parameters:
+                parameter.clamp_(-0.01, 0.01)
+
+    assert not list(unfused_optimizer(training(optimizer=Clamped, zero=True, depth=20)))

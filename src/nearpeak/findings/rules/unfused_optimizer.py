@@ -111,6 +111,7 @@ def _written_by_hand(step: Step) -> list[int]:
     if not step.trains:
         return []
     found: set[int] = set()
+    updated: set[int] = set()
     queue: list[tuple[int, tuple[int, ...]]] = []
     for index, op in enumerate(step.ops):
         if op.phase != "forward" or not op.mutated or step.costs[index].family not in FAMILIES:
@@ -118,6 +119,10 @@ def _written_by_hand(step: Step) -> list[int]:
         (target, *others) = op.tensors(*op.mutated) or (None,)
         if target is not None and not others and len(target.shape) and _is_updated(step, op, target):
             queue.append((index, target.shape))
+            if sum(bool(tensor.shape) for tensor in op.inputs) > 1:
+                updated.add(target.storage)
+    # Parameters that are only clamped or scaled are not updated by anything.
+    queue = [(index, shape) for index, shape in queue if not updated.isdisjoint(step.touches[index].writes)]
     while queue:
         index, shape = queue.pop()
         if index in found:
