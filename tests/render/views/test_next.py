@@ -156,3 +156,15 @@ def test_where_all_kernels_are_slower_than_good_ones_no_op_is_accused():
     assert "most kernels of the step take 2.0 x what good ones do" in said
     slow[0] = dataclasses.replace(slow[0], measured_s=5.0)
     assert sentences(dataclasses.replace(losing(*slow), device="cpu"))["Next"].startswith("Begin with mm (forward)")
+
+
+def test_findings_that_one_compilation_removes_are_one_next():
+    made = losing(op(expected_s=2.0), SGD)
+    inside = [
+        dataclasses.replace(finding(rule, 2.0, ops=(0,), library="layers"), remedy="model.compile()")
+        for rule in ("unfused-norm", "unfused-rotary")
+    ]
+    assert sentences(made, inside)["Next"] == (
+        "It is unfused-norm. Changing that and 1 more finding at train.py:30 (in layers) saves 4.00 s, 40.0 %: "
+        "2 findings below."
+    )

@@ -49,7 +49,8 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         advice = "Little is left to gain with the same work: do less of it, in a lower precision or on another machine."
     answer = next_finding(profile, findings)
     if answer is not None:
-        next_ = _finding_sentence(answer, with_saving=grade.is_trusted)
+        group = next(each for each in findings_by_library(findings) if answer in each)
+        next_ = _finding_sentence(group, with_saving=grade.is_trusted)
         ops = [profile.ops[index] for index in answer.ops]
         if loss.name == "slow kernels" and (lost_s := sum(op.lost_s for op in ops)) > _largest_group_loss(profile):
             why = f"{seconds(lost_s)} of it are in {count(len(ops), 'op')}{_at(answer)}."
@@ -126,10 +127,13 @@ def _saved_of(profile: Profile, finding: Finding, part: PartName) -> float:
     return max(0.0, min(finding.saving_s - idle_s, sum(map(lost_of[part], ops))))
 
 
-def _finding_sentence(finding: Finding, *, with_saving: bool) -> str:
-    saves = f" saves {seconds(finding.saving_s)}, {percent(finding.share)}" if with_saving else ""
-    changing = f"Changing that{_at(finding)}{saves}" if saves else f"See{_at(finding)}"
-    return f"{plain(finding.title)} {changing}: {plain(finding.rule, 40)} below."
+def _finding_sentence(group: Sequence[Finding], *, with_saving: bool) -> str:
+    first = group[0]
+    saved_s, share = sum(finding.saving_s for finding in group), sum(finding.share for finding in group)
+    saves = f" saves {seconds(saved_s)}, {percent(share)}" if with_saving else ""
+    more = f" and {count(len(group) - 1, 'more finding')}" if len(group) > 1 else ""
+    changing = f"Changing that{more}{_at(first)}{saves}" if saves else f"See{_at(first)}"
+    return f"{plain(first.title)} {changing}: {group_name(group)} below."
 
 
 def _at(finding: Finding) -> str:
