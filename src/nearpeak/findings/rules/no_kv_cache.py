@@ -130,6 +130,8 @@ def _attention(step: Step, each: _Pass, index: int) -> _Attention | None:
     op, before = step.ops[index], each.before.get(index, {})
     if op.packet in _LAYERS:
         name = "src" if "src" in op.arguments else "query"
+        if len(op.tensor(name).shape) < 2:  # a nested tensor: rows of different lengths
+            return _Attention(index, 0, False)
         length = op.tensor(name).shape[-2]
         grew = _grew(op, name, before, -2, each.steps)
         return _Attention(index, length if grew else 0, any(_is_square(mask, length) for mask in op.tensors("mask")))
