@@ -217,7 +217,8 @@ def _host_cache_bandwidth(ceilings: CeilingCollector, cache: int) -> None:
         a, b, whole = torch.randn(size // 8), torch.empty(size // 8), torch.empty(size // 4)
         for name, call in (("copy", partial(b.copy_, a)), ("fill", partial(whole.fill_, 1.0))):
             how = f"repeated {name} within {quantity(size, 'B')}"
-            ceilings.best("cache_bandwidth", best_rate(_hot_sampler(call), size, how, blocks=5))
+            # A block is short, and threads that wait for a busy core spoil many of them.
+            ceilings.best("cache_bandwidth", best_rate(_hot_sampler(call), size, how, blocks=25))
 
 
 def _host_gemms(ceilings: CeilingCollector, dtype: torch.dtype, engine: str | None) -> None:
