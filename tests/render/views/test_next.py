@@ -168,3 +168,10 @@ def test_findings_that_one_compilation_removes_are_one_next():
         "It is unfused-norm. Changing that and 1 more finding at train.py:30 (in layers) saves 4.00 s, 40.0 %: "
         "2 findings below."
     )
+
+
+def test_a_finding_about_the_ops_that_lose_most_is_next_although_much_is_left():
+    made = losing(op(expected_s=7.5), SGD)
+    about = finding("channels-first", 1.4, ops=(0,))
+    assert next_finding(made, [about]) is about
+    assert next_finding(made, [finding("channels-first", 0.3, ops=(0,))]) is None  # not worth a change

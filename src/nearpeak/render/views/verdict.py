@@ -77,15 +77,30 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
 def next_finding(profile: Profile, findings: Sequence[Finding]) -> Finding | None:
     """The finding to begin with; None where findings are no answer to the largest loss.
 
-    It is the largest of those that save time of the largest loss, if these save a good part of it together. Otherwise
-    it is the largest of all, if it saves as much.
+    It is the largest of those that save time of the largest loss, if these save a good part of it together, or if it is
+    about the ops that lose most. Otherwise it is the largest of all, if it saves as much.
     """
     loss = profile.waterfall.largest_loss
     enough_s = ANSWER_SHARE * loss.seconds
     answers = [finding for finding in findings if _answers(profile, finding, loss)]
     if answers and sum(_saved_of(profile, finding, loss.name) for finding in answers) >= enough_s:
         return answers[0]
+    if loss.name == "slow kernels" and (about := _about_worst_group(profile, answers)) is not None:
+        return about
     return findings[0] if findings and findings[0].saving_s >= enough_s else None
+
+
+def _about_worst_group(profile: Profile, findings: Sequence[Finding]) -> Finding | None:
+    """The largest finding with a good part of the loss of the ops that lose most, if it is worth a change."""
+    groups = _op_groups(profile)
+    if not groups:
+        return None
+    members = {id(op) for op in groups[0].ops}
+    for finding in findings:
+        own = [op for index in finding.ops if id(op := profile.ops[index]) in members]
+        if finding.share >= SMALL_LOSS and sum(op.lost_s for op in own) >= ANSWER_SHARE * groups[0].lost_s:
+            return finding
+    return None
 
 
 def findings_by_library(findings: Sequence[Finding]) -> list[list[Finding]]:
