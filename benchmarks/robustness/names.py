@@ -136,7 +136,10 @@ def _renamed(data: Any, name: str, key: str = "") -> Any:
 
 
 class Tags(HTMLParser):
-    """The elements of a page with the names of their attributes, and what is inside of scripts and styles."""
+    """The elements of a page with the names of their attributes, and what is inside of scripts and styles.
+
+    Two things may depend on names: a text between backticks is code, and a cell with a long text may be broken.
+    """
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -146,11 +149,13 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """An element begins."""
-        self.found.append((tag, *(name for name, _ in attrs)))
+        if (tag, attrs) != ("code", []):
+            self.found.append((tag, *(name for name, value in attrs if (tag, name, value) != ("td", "class", "long"))))
 
     def handle_endtag(self, tag: str) -> None:
         """An element ends."""
-        self.found.append(f"/{tag}")
+        if tag != "code":
+            self.found.append(f"/{tag}")
 
     def handle_comment(self, data: str) -> None:
         """A comment."""

@@ -102,6 +102,6 @@ def test_reports_of_replays(replayed, tmp_path, by):
 
 def test_replays_on_the_command_line(tmp_path, capsys):
     path = write_replays(tmp_path / "step.json")
-    assert main(["profile", "--trace", str(path), "--save", str(tmp_path / "run.json")]) == 0
+    assert main(["profile", "--full", "--trace", str(path), "--save", str(tmp_path / "run.json")]) == 0
     assert NOTE in " ".join(capsys.readouterr().out.split())
     assert nearpeak.load(tmp_path / "run.json") == profile_trace(path)
