@@ -121,7 +121,7 @@ COMMON = 3
 
 NARRATION = re.compile(
     r"running |warming up|timing clean steps|starting the profiler|profiling a step|tracing a step"
-    r"|the stored calibration |everything needed has been recorded"
+    r"|the calibration of this machine |measuring this machine|everything needed has been recorded|\S+ goes on\. Ctrl-C"
     r"|kept as @last|training begins|no step|wrote |nearpeak: "
 )
 """Lines that nearpeak writes to stderr."""
