@@ -65,7 +65,7 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
             next_ += f" The largest saving known is {saved}: {group_name(best)}{_at(best[0])}."
     if grade.is_trusted:
         return {"Verdict": verdict_sentence(profile), "Why": f"Most is lost to {lost} {why}".strip(), "Next": next_}
-    untold = f"Below grade {LEAST_TRUSTED}, no multiple of the ideal and no savings are told."
+    untold = f"Below grade {LEAST_TRUSTED}, neither a multiple of the ideal nor savings are given."
     why = why if grade.letter != "F" else ""
     return {
         "Verdict": verdict_sentence(profile),
