@@ -44,6 +44,15 @@ def test_each_fact_has_its_letter(changes, letter, reason):
     assert (graded(**changes).letter, graded(**changes).reasons) == (letter, (reason,))
 
 
+def test_steps_that_differ_by_themselves_have_a_median():
+    alone = StepConditions(waited_share=0.01, others_share=0.02)
+    assert graded(spread=0.04, conditions=alone).letter == "A"
+    assert graded(spread=0.69, steps=40, conditions=alone).letter == "B"
+    assert graded(spread=0.69, steps=40, conditions=alone).reasons == ("steps 69 % apart, while nothing else ran",)
+    assert graded(spread=0.69, steps=7, conditions=alone).letter == "C"
+    assert graded(spread=0.69, steps=40, conditions=StepConditions(others_share=0.02)).letter == "C"  # cannot tell
+
+
 def test_the_worst_counts_and_comes_first():
     found = graded(spread=0.06, matched=0.4)
     assert found.letter == "F"

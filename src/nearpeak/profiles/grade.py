@@ -8,6 +8,7 @@ Each fact has its own letter, and the worst is the profile's:
     time without CPU quota                            <= 1 %     <= 5 %     more       -
     another process computes on the GPU, or it is hot            yes
     clean steps: slowest less fastest                 <= 5 %     <= 20 %    more       -
+      over the root of their number, if alone                    <= 20 %    more       -
     steps after the recording, against those before   <= 3 %     <= 10 %    more       -
     fewer than 3 clean steps, or none                            yes
     ops found again in the traced step                >= 99 %    >= 95 %    >= 50 %    less
@@ -26,6 +27,7 @@ a GPU stay correct, those on a CPU are scaled down, and idle time has no such co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -62,6 +64,7 @@ _SLOWED = ("thermal (software)", "thermal (hardware)", "hardware slowdown", "pow
 
 _WRONG_BOUND = "a bound of nearpeak's is wrong"
 QUIET = "Measure again while nothing else runs."
+MORE_STEPS = "Let it run for more steps: they differ from each other."
 CALIBRATE = "Measure this machine again while nothing else runs: nearpeak machine --calibrate."
 
 
@@ -114,7 +117,11 @@ def _doubts(profile: Profile) -> Iterator[_Doubt]:
         yield _Doubt("B", f"only {profile.steps} clean step{'' if profile.steps == 1 else 's'}")
     spread = profile.spread
     if spread is not None and spread > SPREAD[0]:
-        yield _Doubt(_letter_above(spread, SPREAD), f"steps {percent(spread, 0)} apart", QUIET)
+        if _was_alone(profile):  # steps differ by themselves: what counts is how well their median is known
+            letter: Letter = "B" if spread / math.sqrt(profile.steps) <= SPREAD[1] else "C"
+            yield _Doubt(letter, f"steps {percent(spread, 0)} apart, while nothing else ran", MORE_STEPS)
+        else:
+            yield _Doubt(_letter_above(spread, SPREAD), f"steps {percent(spread, 0)} apart", QUIET)
     if profile.later_s is not None and abs(profile.later_s / profile.wall_s - 1.0) > LATER[0]:
         change = profile.later_s / profile.wall_s - 1.0
         more = "longer" if change > 0.0 else "less"
@@ -123,6 +130,14 @@ def _doubts(profile: Profile) -> Iterator[_Doubt]:
     if profile.profiled_s is not None and profile.profiled_s > STRETCH[0] * profile.wall_s > 0.0:
         stretch = profile.profiled_s / profile.wall_s
         yield _Doubt(_letter_above(stretch, STRETCH), f"{significant(stretch, 2)} x as long under the profiler")
+
+
+def _was_alone(profile: Profile) -> bool:
+    """Whether it was seen that nothing else used the cores."""
+    conditions = profile.conditions
+    if conditions is None or conditions.waited_share is None or conditions.others_share is None:
+        return False
+    return conditions.waited_share <= WAITED[0] and conditions.others_share <= OWN_WORK
 
 
 def _machine_doubts(profile: Profile) -> Iterator[_Doubt]:
