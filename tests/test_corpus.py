@@ -6,6 +6,7 @@ from planted import CASES, load, planted
 
 import nearpeak
 from nearpeak.machines.machine import Achievable, LaunchCost, Machine
+from nearpeak.profiles.grade import WAITED
 
 ATTEMPTS = 3
 CPU = Machine(
@@ -30,20 +31,27 @@ CPU = Machine(
 
 
 def shown(step, device):
+    """The findings, and whether other work held the cores meanwhile: a pause of a thread looks like Python then."""
     profile = nearpeak.profile(step, on=CPU if device == "cpu" else None)
-    return [finding for finding in profile.findings if finding.share >= 0.01]
+    conditions = profile.conditions
+    busy = conditions is not None and (conditions.waited_share or 0.0) > WAITED[0]
+    return [finding for finding in profile.findings if finding.share >= 0.01], busy
 
 
 def is_found(name, device):
     module, line = load(name), planted(name)
-    found = shown(module.waste(device), device)
+    found, busy = shown(module.waste(device), device)
     named = [finding for finding in found if finding.rule == module.RULE and line in (None, finding.source)]
-    return bool(named), f"{module.RULE} was not found at {line}, but {[(item.rule, item.source) for item in found]}"
+    return (
+        bool(named),
+        busy,
+        f"{module.RULE} was not found at {line}, but {[(item.rule, item.source) for item in found]}",
+    )
 
 
 def is_quiet(name, device):
-    found = shown(load(name).clean(device), device)
-    return not found, f"the clean twin has {[(item.rule, item.source, item.share) for item in found]}"
+    found, busy = shown(load(name).clean(device), device)
+    return not found, busy, f"the clean twin has {[(item.rule, item.source, item.share) for item in found]}"
 
 
 def is_faster_than_made_up(name):
@@ -55,10 +63,12 @@ def is_faster_than_made_up(name):
 def check(name, device):
     """Times are measured: on a machine that others use, one that went wrong is taken again."""
     for look in (is_found, is_quiet):
-        right, what = look(name, device)
+        right, busy, what = look(name, device)
         for _ in range(ATTEMPTS - 1):
             if not right:
-                right, what = look(name, device)
+                right, busy, what = look(name, device)
+        if not right and busy:
+            pytest.skip(f"other work held the cores: {what}")
         if not right and device == "cpu" and is_faster_than_made_up(name):
             pytest.skip("this CPU is faster than the one that the bounds are of")
         assert right, what

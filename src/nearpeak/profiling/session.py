@@ -80,9 +80,6 @@ AGAIN_STEPS = 40
 AGAIN_SECONDS = 1.0
 """So many clean steps, or as many as fit into this time, are timed after everything is recorded, if there are as many:
 ten steps in a row say little about a CPU whose speed changes within a second."""
-MIN_AGAIN_SECONDS = 0.2
-MAX_AGAIN_STEPS = 400
-"""Short steps are timed for this long, or so many: the trace before them has left the caches cold."""
 OUTLIER_RATIO = 1.5
 """A clean step that takes this many times the median did something else too."""
 HOST_AHEAD_SHARE = 0.2
@@ -174,7 +171,7 @@ class Schedule:
         elif self.phase == "clean again":
             if took is not None and self.fits(kind) and not compiled:
                 self.later_walls.append(took)
-            if self._in_phase >= self.again_steps or sum(self.later_walls) >= AGAIN_SECONDS:
+            if self._in_phase >= AGAIN_STEPS or sum(self.later_walls) >= AGAIN_SECONDS:
                 self._enter("done", now)
         return self.phase
 
@@ -196,17 +193,10 @@ class Schedule:
     def clean_steps_left(self) -> int:
         """How many clean steps may pass without a decision; 1 for long ones, which are limited by time."""
         if self.phase == "clean again" and self._took * AGAIN_STEPS <= AGAIN_SECONDS:
-            return max(1, self.again_steps - self._in_phase)
+            return max(1, AGAIN_STEPS - self._in_phase)
         if self.phase != "clean" or self._took * CLEAN_STEPS > CLEAN_SECONDS:
             return 1
         return max(1, max(MIN_CLEAN, CLEAN_STEPS >> self.others) - len(self.walls))
-
-    @property
-    def again_steps(self) -> int:
-        """How many clean steps are timed again, if time allows."""
-        took = median(self.walls)
-        fitting = math.ceil(MIN_AGAIN_SECONDS / took) if took > MIN_AGAIN_SECONDS / MAX_AGAIN_STEPS else MAX_AGAIN_STEPS
-        return max(AGAIN_STEPS, fitting)
 
     def steps_left(self, profiled: int) -> int:
         """How many more steps a profile needs, if they go on like the last one; `profiled` of them on a GPU.
@@ -699,7 +689,7 @@ class Session:
         """Begins the next step now, with an idle device."""
         self._deferred_left = self.schedule.clean_steps_left
         again = self.schedule.phase == "clean again"
-        self._events.prepare((self.schedule.again_steps if again else CLEAN_STEPS) + 1)
+        self._events.prepare((AGAIN_STEPS if again else CLEAN_STEPS) + 1)
         synchronize()
         self.schedule.resumes(self.guard.program_time())
         if not (self.schedule.later_walls if again else self.schedule.walls):
