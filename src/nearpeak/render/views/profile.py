@@ -204,21 +204,31 @@ def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions
     yield Section(id="measurement", title="Measurement", blocks=tuple(_measurement(profile)), is_folded=True)
 
 
-def _waterfall(profile: Profile) -> Table:
-    """Each bar begins where the one before it ended."""
+def part_bars(
+    profile: Profile, meanings: Mapping[PartName, str], broken_text: str, least_share: float = 0.0
+) -> tuple[list[tuple[str, ...]], list[Span]]:
+    """A row and a bar for each part that is large enough; each bar begins where the one before it ended.
+
+    `broken_text` is for parts below zero.
+    """
     rows: list[tuple[str, ...]] = []
-    spans = []
+    spans: list[Span] = []
     reached = 0.0
     for part in profile.waterfall.parts:
         share = part.seconds / profile.wall_s if profile.wall_s else 0.0
-        wrong = f"below zero: {broken_reason(profile)}" if part in profile.waterfall.broken else ""
-        rows.append((part.name, seconds(part.seconds), percent(share), PART_MEANINGS[part.name]))
-        spans.append(Span(begin=reached, length=share, kind=part.name, color=PART_COLORS[part.name], text=wrong))
+        if abs(share) >= least_share:
+            wrong = broken_text if part in profile.waterfall.broken else ""
+            rows.append((part.name, seconds(part.seconds), percent(share), meanings[part.name]))
+            spans.append(Span(begin=reached, length=share, kind=part.name, color=PART_COLORS[part.name], text=wrong))
         reached += share
-    rows.append(("wall", seconds(profile.wall_s), "100.0 %", ""))
+    return rows, spans
+
+
+def _waterfall(profile: Profile) -> Table:
+    rows, spans = part_bars(profile, PART_MEANINGS, f"below zero: {broken_reason(profile)}")
     return Table(
         headers=("part", "time", "share", "meaning"),
-        rows=tuple(rows),
+        rows=(*rows, ("wall", seconds(profile.wall_s), "100.0 %", "")),
         align="lrrl",
         spans=tuple(spans),
         totals=1,

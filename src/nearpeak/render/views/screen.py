@@ -12,13 +12,13 @@ from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiles.waterfall import PartName
-from nearpeak.render.document import Block, Document, Fact, Facts, Items, Paragraph, Section, Span, Table
+from nearpeak.render.document import Block, Document, Fact, Facts, Items, Paragraph, Section, Table
 from nearpeak.render.text import WIDTH, elide_start, plain, text
 from nearpeak.render.views.profile import (
     LABEL,
-    PART_COLORS,
     ReportOptions,
     findings_sections,
+    part_bars,
     ranking_section,
     select_findings,
 )
@@ -83,21 +83,10 @@ def _step(profile: Profile) -> str:
 
 
 def _bars(profile: Profile) -> Table:
-    """Each bar begins where the one before it ended."""
-    rows: list[tuple[str, ...]] = []
-    spans: list[Span] = []
-    reached = 0.0
-    for part in profile.waterfall.parts:
-        share = part.seconds / profile.wall_s if profile.wall_s else 0.0
-        if abs(share) >= SMALLEST_PART:
-            wrong = "below zero" if part in profile.waterfall.broken else ""
-            rows.append((part.name, seconds(part.seconds), percent(share), _MEANINGS[part.name]))
-            spans.append(Span(begin=reached, length=share, kind=part.name, color=PART_COLORS[part.name], text=wrong))
-        reached += share
-    rows.append(("step", seconds(profile.wall_s), "100.0 %", ""))
+    rows, spans = part_bars(profile, _MEANINGS, "below zero", SMALLEST_PART)
     return Table(
         headers=("part", "time", "share", "meaning"),
-        rows=tuple(rows),
+        rows=(*rows, ("step", seconds(profile.wall_s), "100.0 %", "")),
         align="lrrl",
         spans=tuple(spans),
         beside=3,
