@@ -1,6 +1,7 @@
 """A made-up profile: three ops, one without a bound, two streams, a kernel of communication."""
 
 from nearpeak.bound.estimate import Coverage, Estimate, EstimatedOp
+from nearpeak.machines.machine import Achievable, LaunchCost, Machine
 from nearpeak.ops.work import Work
 from nearpeak.profiles.profile import DeviceKernel, Profile, build_profile
 
@@ -55,3 +56,26 @@ def profile(wall_s: float = 10.0) -> Profile:
         ),  # 1 s of it alone
     ]
     return build_profile(estimate(ops), kernels, wall_s=wall_s, source="train.py", date="2026-01-02", device="Toy 1")
+
+
+def slow_cpu(host_call=5e-6):
+    """A CPU near a slow server; `host_call` is what calling an op takes."""
+    return Machine(
+        id="test-cpu",
+        name="two slow cores",
+        kind="cpu",
+        vendor="none",
+        architecture="none",
+        processors=2,
+        memory_bytes=8e9,
+        cache_bytes=1 << 20,
+        achievable=Achievable(
+            how="measured",
+            note="made up, near a slow server",
+            matrix={"float32": 5e10, "bfloat16": 1e10, "float16": 1e10, "float64": 2.5e10},
+            vector={"float32": 2e10, "float64": 1e10},
+            bandwidth=1e10,
+            cache_bandwidth=3e10,
+            launch=LaunchCost(host_call=host_call),
+        ),
+    )

@@ -2,32 +2,14 @@
 
 import pytest
 import torch
+from made_up import slow_cpu
 from planted import CASES, load, planted
 
 import nearpeak
-from nearpeak.machines.machine import Achievable, LaunchCost, Machine
 from nearpeak.profiles.grade import WAITED
 
 ATTEMPTS = 3
-CPU = Machine(
-    id="test-cpu",
-    name="two slow cores",
-    kind="cpu",
-    vendor="none",
-    architecture="none",
-    processors=2,
-    memory_bytes=8e9,
-    cache_bytes=1 << 20,
-    achievable=Achievable(
-        how="measured",
-        note="made up, near a slow server",
-        matrix={"float32": 5e10, "bfloat16": 1e10, "float16": 1e10, "float64": 2.5e10},
-        vector={"float32": 2e10, "float64": 1e10},
-        bandwidth=1e10,
-        cache_bandwidth=3e10,
-        launch=LaunchCost(host_call=5e-6),
-    ),
-)
+CPU = slow_cpu()
 
 
 def shown(step, device):

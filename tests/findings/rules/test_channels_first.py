@@ -5,31 +5,13 @@ import dataclasses
 import pytest
 import torch
 from gpu_steps import examined, found_in
+from made_up import slow_cpu
 
 from nearpeak.findings.rules.channels_first import channels_first
-from nearpeak.machines.machine import Achievable, LaunchCost, Machine
 from nearpeak.profiles.profile import DeviceKernel
 from nearpeak.trace.cuda_ops.target import Target
 
-CPU = Machine(
-    id="test-cpu",
-    name="two slow cores",
-    kind="cpu",
-    vendor="none",
-    architecture="none",
-    processors=2,
-    memory_bytes=8e9,
-    cache_bytes=1 << 20,
-    achievable=Achievable(
-        how="measured",
-        note="made up",
-        matrix={"float32": 5e10},
-        vector={"float32": 2e10},
-        bandwidth=1e10,
-        cache_bandwidth=3e10,
-        launch=LaunchCost(host_call=5e-6),
-    ),
-)
+CPU = slow_cpu()
 HOST = Target(kind="cpu")
 
 

@@ -5,31 +5,14 @@ import dataclasses
 import pytest
 import torch
 from gpu_steps import H200, examined, found_in
+from made_up import slow_cpu
 from torch import nn
 from torch.nn import functional
 
-from nearpeak.machines.machine import Achievable, LaunchCost, Machine
+from nearpeak.machines.machine import LaunchCost
 
 VOCABULARY, BATCH, PROMPT, TOKENS, WIDTH, HEADS, DEPTH = 50, 2, 60, 8, 64, 4, 2
-CPU = Machine(
-    id="test-cpu",
-    name="two slow cores",
-    kind="cpu",
-    vendor="none",
-    architecture="none",
-    processors=2,
-    memory_bytes=8e9,
-    cache_bytes=1 << 20,
-    achievable=Achievable(
-        how="measured",
-        note="made up",
-        matrix={"float32": 5e10},
-        vector={"float32": 2e10},
-        bandwidth=1e10,
-        cache_bandwidth=3e10,
-        launch=LaunchCost(host_call=2e-6),
-    ),
-)
+CPU = slow_cpu(host_call=2e-6)
 
 
 def written_out(query, key, value, mask):
