@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nearpeak.ops.op import Padding
-from nearpeak.trace.padding import MAX_ELEMENTS, padding_of
+from nearpeak.trace.recorder import MAX_BATCH_ELEMENTS, padding_of
 
 
 def ids(lengths, length=32, *, left=False, pad=0):
@@ -40,7 +40,7 @@ def test_frames_are_padded_with_zeros():
         ids([8])[0],
         torch.randn(4, 100, 8),
         torch.randn(8, 64),
-        torch.zeros(1, dtype=torch.int64).expand(MAX_ELEMENTS // 64 + 1, 64),
+        torch.zeros(1, dtype=torch.int64).expand(MAX_BATCH_ELEMENTS // 64 + 1, 64),
     ],
     ids=["full", "one short row", "zeros", "bits", "few fields", "one row", "frames", "numbers", "too many"],
 )

@@ -11,9 +11,8 @@ True
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from nearpeak._lazy import lazy_names
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nearpeak.plan.cluster.cluster import Cluster
@@ -62,4 +61,14 @@ _HOME = {
     "validate": "validation.validate",
 }
 
-__getattr__, __dir__ = lazy_names(__name__, globals(), _HOME)
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
@@ -42,7 +43,6 @@ from nearpeak.ops.op import (
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
-from nearpeak.trace.fake_results import run_fake
 from nearpeak.trace.guard import Guard, is_capturing
 from nearpeak.trace.known_values import KnownValues
 from nearpeak.trace.memo import (
@@ -57,7 +57,6 @@ from nearpeak.trace.memo import (
 from nearpeak.trace.memory import MemoryTracker
 from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
 from nearpeak.trace.objects import named_tensors
-from nearpeak.trace.padding import SEQUENCE_READERS, padding_of
 from nearpeak.trace.schema import OperatorSchema, schema_of
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
@@ -682,6 +681,121 @@ def _keep_from_compiler() -> None:
     """torch.compile compiles code of the program, and none of ours; `torch._dynamo.reset()` would forget it."""
     for function in (Recorder.__torch_dispatch__, Guard.call):
         _skip_code(function.__code__)
+
+
+_GROUPED_ROW_ALIGNMENT = 16
+"""Bytes to which the rows of a grouped product's result are padded."""
+
+
+def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of `func(*args, **kwargs)` on fake tensors, also where torch's shapes refuse what its kernels take."""
+    special = _FAKE_RESULTS.get(func)
+    result = NotImplemented if special is None else special(*args, **kwargs)
+    return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Products of groups in float32 and float16, which torch has kernels for, and shapes of bfloat16 alone."""
+    if left.dtype == torch.bfloat16 or left.dtype != right.dtype or bias is not None:
+        return NotImplemented
+    if left.dim() == 2 and right.dim() == 2:  # groups of the inner dimension
+        if offs is None:
+            return NotImplemented
+        shape: tuple[int, ...] = (offs.shape[0], left.shape[0], right.shape[1])
+    elif left.dim() == 3 and right.dim() == 3:
+        shape = (left.shape[0], left.shape[1], right.shape[2])
+    else:  # groups of rows or of columns
+        shape = (left.shape[-2], right.shape[-1])
+    if (left.dim() == 3 or right.dim() == 3) and left.shape[-1] != right.shape[-2]:
+        return NotImplemented
+    dtype = out_dtype or left.dtype
+    step = _GROUPED_ROW_ALIGNMENT // dtype.itemsize
+    row = math.ceil(shape[-1] / step) * step
+    strides = (row, 1) if len(shape) == 2 else (shape[1] * row, row, 1)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=left.device)
+
+
+_FAKE_RESULTS: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
+}
+
+
+SEQUENCE_READERS: Mapping[str, int] = {
+    "aten.embedding.default": 1,
+    "aten.lstm.input": 0,
+    "aten.gru.input": 0,
+    "aten._cudnn_rnn.default": 0,
+    "aten.mkldnn_rnn_layer.default": 0,
+}
+"""Operators that read batches of sequences, and the position of that argument."""
+MAX_BATCH_ELEMENTS = 1 << 24
+"""Larger batches are not looked at."""
+MIN_SEQUENCE_LENGTH = 16
+"""Elements of a row. A few fields of a record are no sequence."""
+MIN_PADDED_SHARE = 0.05
+"""Of the batch. Less padding is not worth mentioning."""
+MAX_PADDING_INSIDE = 0.02
+"""The value that rows end with is padding if no larger share of the other elements has it."""
+
+
+def padding_of(batch: torch.Tensor) -> Padding | None:
+    """The padding of a batch of sequences; None if there is little of it, or it cannot be told.
+
+    Batches are looked at where an op reads them first: token ids where they are looked up, frames of numbers where a
+    recurrent network begins. This happens in the one step that is traced, which is not timed.
+
+    A batch of ids is (rows, length), one of frames (rows, length, features) or (length, rows, features). Padding is one
+    value at the end of rows, or at their start, that hardly occurs elsewhere in them; frames are padded with zeros.
+
+    >>> padding_of(torch.tensor([[5, 7, 9, 4] * 4, [3, 8] + [0] * 14]))
+    Padding(rows=2, length=16, longest=16, mean=9.0)
+    """
+    if batch.numel() > MAX_BATCH_ELEMENTS or batch.layout is not torch.strided or batch.is_nested:
+        return None
+    with torch.no_grad():
+        if batch.dim() == 2 and not batch.is_floating_point():
+            return _longer_padding([_padding_of_ids(batch.cpu())])
+        if batch.dim() == 3 and batch.is_floating_point():
+            empty = (batch == 0).all(dim=-1).cpu()
+            return _longer_padding([_padding(empty), _padding(empty.T)])
+    return None
+
+
+def _padding_of_ids(ids: torch.Tensor) -> Padding | None:
+    if ids.shape[1] < MIN_SEQUENCE_LENGTH or len(ids) < 2:
+        return None
+    return _longer_padding([_padding(ids == ids[:, column].mode().values) for column in (-1, 0)])
+
+
+def _longer_padding(candidates: list[Padding | None]) -> Padding | None:
+    known = [padding for padding in candidates if padding is not None]
+    return min(known, key=lambda padding: padding.mean / padding.length, default=None)
+
+
+def _padding(empty: torch.Tensor) -> Padding | None:
+    """From where elements are the value that may be padding (rows, length)."""
+    rows, length = empty.shape
+    if length < MIN_SEQUENCE_LENGTH or rows < 2:
+        return None
+    for mask in (empty, empty.flip(1)):  # at the end of rows, at their start
+        places = torch.arange(1, length + 1)
+        lengths = ((~mask) * places).amax(dim=1)
+        filled = int(lengths.sum())
+        inside = int(mask.sum()) - (rows * length - filled)
+        padded = 1 - filled / (rows * length)
+        if (
+            padded >= MIN_PADDED_SHARE
+            and inside <= MAX_PADDING_INSIDE * filled
+            and 2 * int((lengths == 0).sum()) < rows
+        ):
+            return Padding(rows=rows, length=length, longest=int(lengths.max()), mean=filled / rows)
+    return None
 
 
 class FakeCopies:

@@ -2,7 +2,7 @@
 
 from nearpeak.profiles.idle import CAUSE_MEANINGS
 from nearpeak.profiles.waterfall import PART_MEANINGS
-from nearpeak.render.html.glossary import GLOSSARY, Explainer, term
+from nearpeak.render.html.profile import GLOSSARY, Explainer, term
 
 
 def spans(markup: str) -> int:
