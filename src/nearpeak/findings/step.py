@@ -18,6 +18,7 @@ from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.machines.reference import reference_efficiency
 from nearpeak.ops.cost import Access, Cost, cost_of, costs_of
 from nearpeak.ops.op import Op, Trace
+from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.finding import Fix
 from nearpeak.profiles.idle import CauseName, IdleCause
 from nearpeak.profiles.profile import Profile, ProfiledOp
@@ -329,3 +330,12 @@ def is_source_line(where: str) -> bool:
     (True, False)
     """
     return where.rpartition(":")[2].isdigit()
+
+
+def is_kept(step: Step, index: int, tensor: Tensor) -> bool:
+    """Whether a result of an op outlives the step: returned, stored, or saved by autograd."""
+    size = step.trace.storages[tensor.storage].bytes
+    lives = step.trace.lives.lives if step.trace.lives is not None else ()
+    return tensor.storage in step.flow.results or any(
+        life.born == index and life.died is None and life.bytes == size for life in lives
+    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterator
 from typing import Any
 
+from nearpeak.findings.convolutions import is_conversion
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.cost import Access
@@ -15,8 +15,6 @@ from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import percent, seconds
 
-_CONVERSION = re.compile(r"nchwTo|ToNchw", re.IGNORECASE)
-"""In the names of cuDNN's kernels that convert images or weights from one layout to the other."""
 _BLOCK = 8
 """Channels of an image that a kernel reads at once; with fewer, cuDNN pads images of either layout."""
 _LEAST_WIDTH = 16
@@ -66,15 +64,6 @@ def channels_first(step: Step) -> Iterator[Waste]:
         + " The first image is converted once.",
         remedy=_remedy(images),
     )
-
-
-def is_conversion(kernel: str) -> bool:
-    """Whether a kernel converts images or weights from one layout to the other.
-
-    >>> is_conversion("void cudnn::ops::nchwToNhwcKernel<__half>"), is_conversion("sm90_xmma_fprop_implicit_gemm")
-    (True, False)
-    """
-    return _CONVERSION.search(kernel) is not None
 
 
 def _images(op: Op) -> Tensor:

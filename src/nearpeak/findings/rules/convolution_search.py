@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from nearpeak.findings.convolutions import searched_convolutions
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.rules.channels_first import is_conversion
 from nearpeak.findings.step import Step, shape_text
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
 
-_LEAST_KERNELS = 16
-"""Kernels of one convolution. With conversions of layouts, one algorithm has at most ten."""
-_LEAST_ALGORITHMS = 3
-"""Different kernels of one convolution, conversions not counted."""
 _WAITS = ("synchronization", "allocator")
 
 
@@ -52,16 +48,3 @@ def convolution_search(step: Step) -> Iterator[Waste]:
         remedy="torch.backends.cudnn.benchmark = False  # where sizes always change; or\n"
         "pad images to a few sizes, multiples of 32 or 64, so that each is searched for once",
     )
-
-
-def searched_convolutions(step: Step) -> list[int]:
-    """The convolutions that ran several algorithms."""
-    names: dict[int, list[str]] = {}
-    for kernel in step.profile.timeline:
-        if kernel.op is not None and step.costs[kernel.op].family == "convolution" and not is_conversion(kernel.name):
-            names.setdefault(kernel.op, []).append(kernel.name)
-    return [
-        index
-        for index, kernels in names.items()
-        if step.measured[index].kernels >= _LEAST_KERNELS and len(set(kernels)) >= _LEAST_ALGORITHMS
-    ]

@@ -7,29 +7,24 @@ skewed-experts: Experts run one after the other, some with few rows: their small
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.loops import Loop, backward_of, batched_seconds, line_range, replacement_claims
+from nearpeak.findings.experts import MIN_EXPERTS, ROW_SELECTIONS, ExpertLoop, expert_loops, expert_weight
+from nearpeak.findings.loops import Loop, batched_seconds, line_range, replacement_claims
 from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
 from nearpeak.findings.step import Step
 from nearpeak.ops.cost import Access
-from nearpeak.ops.formulas.matrix import result
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
 
-_LEAST = 4
-"""The least number of experts in a loop."""
 _UNEVEN = 1.5
 """The least ratio of the largest number of rows to the mean."""
 _GROUPED = {"compute": 1.7, "memory": 1.2}
 """The time of a grouped GEMM over that of a dense one with the same work. On an H200, 128 experts with 4096
 tokens, 8 experts each: 461 TFLOP/s with even groups and 405 with uneven ones, against 780 of a dense product."""
 
-_SELECTS = ("nonzero", "where", "index", "index_select", "masked_select", "gather", "argwhere", "nonzero_numpy")
-"""Operators that find or take the rows of an expert."""
 _SORTING_OPS = 6
 """A sort, a count of rows by expert, its sum, and what computes their arguments."""
 _REMEDY = (
@@ -37,73 +32,6 @@ _REMEDY = (
     "ends = torch.bincount(expert_of_row, minlength=experts).cumsum(0, dtype=torch.int32)\n"
     "out = torch._grouped_mm(x[order], weights, offs=ends)  # weights: experts x inputs x outputs"
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLoop:
-    """A loop whose turns each take some rows and multiply them with weights of their own."""
-
-    loop: Loop
-    backward: list[int]
-    products: list[int]
-    """The first product of each turn."""
-
-    @property
-    def members(self) -> list[int]:
-        """All ops of the loop, forward and backward."""
-        return [*self.loop.members, *self.backward]
-
-    def places(self, step: Step) -> set[str]:
-        """The lines of the loop, or modules if the line is not known."""
-        return {step.ops[index].place for index in self.loop.members}
-
-
-def expert_loops(step: Step) -> list[ExpertLoop]:
-    """The loops over experts of a step, without loops inside of another one that is in the list."""
-    loops: list[ExpertLoop] = []
-    for loop in step.loops:
-        if any(set(loop.members) & set(other.loop.members) for other in loops):
-            continue
-        products = [_selected_products(step, turn) for turn in loop.turns]
-        if sum(bool(part) for part in products) < _LEAST or step.ops[loop.members[0]].phase != "forward":
-            continue
-        if all(_have_own_weights(step, products[start:end]) for start, end in _run_bounds(loop)):
-            firsts = [part[0] for part in products if part]
-            loops.append(ExpertLoop(loop=loop, backward=backward_of(step, loop), products=firsts))
-    return loops
-
-
-def _run_bounds(loop: Loop) -> Iterator[tuple[int, int]]:
-    start = 0
-    for run in loop.runs:
-        yield start, start + len(run)
-        start += len(run)
-
-
-def _selected_products(step: Step, turn: Sequence[int]) -> list[int]:
-    """The products of a turn whose rows the turn has selected."""
-    selected: set[int] = set()
-    products = []
-    for index in turn:
-        op = step.ops[index]
-        if op.packet.rpartition(".")[2] in _SELECTS or selected & set(step.flow.producers[index].values()):
-            selected.add(index)
-            sizes = product_sizes(op)
-            if sizes is not None and sizes[0] == 1:
-                products.append(index)
-    return products
-
-
-def _have_own_weights(step: Step, products: Sequence[Sequence[int]]) -> bool:
-    """Whether no two turns multiply with the same weight, and their weights have the same shapes."""
-    by_turn = [{_weight(step, index, False) for index in turn} for turn in products if turn]
-    shapes = {tuple(_weight_shape(step, index) for index in turn) for turn in products if turn}
-    return len(shapes) == 1 and len(set().union(*by_turn)) == sum(map(len, by_turn))
-
-
-def _weight_shape(step: Step, index: int) -> tuple[int, ...]:
-    op = step.ops[index]
-    return op.tensor(FACTORS[op.packet][1]).shape
 
 
 @rule("expert-loop", needs=["storages", "lines"])
@@ -146,7 +74,7 @@ def expert_loop(step: Step) -> Iterator[Waste]:
 def _line_of_selection(step: Step, loop: Loop) -> int:
     """The op that finds the rows of the first expert, or the first of the loop."""
     return next(
-        (index for index in loop.runs[0][0] if step.ops[index].packet.rpartition(".")[2] in _SELECTS),
+        (index for index in loop.runs[0][0] if step.ops[index].packet.rpartition(".")[2] in ROW_SELECTIONS),
         loop.runs[0][0][0],
     )
 
@@ -218,11 +146,6 @@ def _sorting_seconds(step: Step, experts: ExpertLoop) -> float:
     return (step.expected(sort) or 0.0) + (_SORTING_OPS - 1) * step.expected_for_work((), ())
 
 
-def expert_places(step: Step) -> set[str]:
-    """The lines of loops over experts: what waits there is part of these findings."""
-    return set().union(*(experts.places(step) for experts in expert_loops(step)))
-
-
 @rule("skewed-experts", needs=["lines"])
 def skewed_experts(step: Step) -> Iterator[Waste]:
     """GEMMs of one line with weights of one shape and uneven numbers of rows, compared with one grouped GEMM."""
@@ -273,19 +196,13 @@ def _loops(step: Step, without: Collection[int]) -> Iterator[tuple[Sequence[int]
             groups.setdefault((op.source, op.phase, op.packet, 2, m, n), []).append(index)
     seen: set[int] = set()
     for (*_, place, _, _), members in groups.items():
-        if len(members) < _LEAST or seen & set(members):
+        if len(members) < MIN_EXPERTS or seen & set(members):
             continue
         rows = [(product_sizes(step.ops[index]) or (1, 0, 0, 0))[1:][int(str(place))] for index in members]
-        weights = {_weight(step, index, place == 2) for index in members}
+        weights = {expert_weight(step, index, place == 2) for index in members}
         if len(weights) == len(members) and max(rows) >= _UNEVEN * sum(rows) / len(rows):
             seen |= set(members)
             yield members, rows
-
-
-def _weight(step: Step, index: int, gradient: bool) -> tuple[int, int]:
-    op = step.ops[index]
-    tensor = result(op) if gradient else op.tensor(FACTORS[op.packet][1])
-    return tensor.storage, tensor.offset
 
 
 def _grouped(step: Step, members: Sequence[int]) -> float:

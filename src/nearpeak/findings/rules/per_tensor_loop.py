@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import launch_wait_seconds, launches_removed, proportional_gains
-from nearpeak.findings.rules.unfused_optimizer import SINGLE_OPS, updates
 from nearpeak.findings.step import Step
+from nearpeak.findings.updates import SINGLE_OPS, updates
 from nearpeak.ops.cost import Access
 from nearpeak.ops.formulas.optimizer import FOREACH_POINTWISE
 from nearpeak.ops.op import Op

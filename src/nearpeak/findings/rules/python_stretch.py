@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.rules.synchronization import MIN_STRETCH_S, reads_for_python
+from nearpeak.findings.host_reads import MIN_STRETCH_S, reads_for_python
 from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
 from nearpeak.units import seconds
 

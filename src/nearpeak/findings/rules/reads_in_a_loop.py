@@ -5,22 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.loops import Loop, line_range
+from nearpeak.findings.host_reads import READS, reading_loops
+from nearpeak.findings.loops import line_range
 from nearpeak.findings.regions import launch_wait_seconds
 from nearpeak.findings.step import Step
 from nearpeak.units import seconds
-
-READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
-MIN_READS = 32
-"""In one run of a loop. Fewer numbers may be a summary that is printed."""
-_MAX_ELEMENTS = 1024
-"""Of the tensors of ops whose results are read: the loop is about numbers, not about tensors."""
 
 
 @rule("reads-in-a-loop", needs=["storages", "lines"])
 def reads_in_a_loop(step: Step) -> Iterator[Waste]:
     """Loops whose turns read numbers, and whose other ops serve only these reads."""
-    for loop in _reading_loops(step):
+    for loop in reading_loops(step):
         members = [index for index in loop.members if step.costs[index].family != "view"]
         reads = [index for index in members if step.ops[index].packet in READS]
         places = {step.ops[index].place for index in loop.members}
@@ -43,35 +38,3 @@ def reads_in_a_loop(step: Step) -> Iterator[Waste]:
             remedy="values = tensor.tolist()  # before the loop, which then works on Python's numbers\n"
             "# or without a loop: comparisons, masks, topk, argmax on the whole tensor",
         )
-
-
-def reading_places(step: Step) -> set[str]:
-    """The lines of such loops: what waits there is part of these findings."""
-    return {
-        step.ops[index].place
-        for loop in _reading_loops(step)
-        for index in loop.members
-        if step.ops[index].packet in READS
-    }
-
-
-def _reading_loops(step: Step) -> list[Loop]:
-    loops: list[Loop] = []
-    for loop in step.loops:
-        members = set(loop.members)
-        if any(members & set(other.members) for other in loops):
-            continue
-        reads = [index for index in loop.members if step.ops[index].packet in READS]
-        if len(reads) >= MIN_READS * len(loop.runs) and all(_serves_reads(step, index, members) for index in members):
-            loops.append(loop)
-    return loops
-
-
-def _serves_reads(step: Step, index: int, members: set[int]) -> bool:
-    """Whether an op is a view, a read, or a small op whose result nothing but such ops need."""
-    op = step.ops[index]
-    if step.costs[index].family == "view" or op.packet in READS:
-        return True
-    small = all(tensor.elements <= _MAX_ELEMENTS for tensor in (*op.inputs, *op.outputs))
-    written = set(step.flow.written_by[index])
-    return small and not op.mutated and not written & step.flow.results and set(step.flow.consumers[index]) <= members

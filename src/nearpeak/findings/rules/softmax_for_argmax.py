@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step, shape_text
+from nearpeak.findings.step import Step, is_kept, shape_text
 from nearpeak.ops.op import Op
-from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
 
 SOFTMAXES = ("aten._softmax", "aten._log_softmax")
@@ -64,15 +63,6 @@ def _values_unused(step: Step, index: int) -> bool:
     if is_kept(step, index, values):
         return False
     return not any(values.storage in step.flow.read_by[reader] for reader in step.flow.consumers[index])
-
-
-def is_kept(step: Step, index: int, tensor: Tensor) -> bool:
-    """Whether a result of an op outlives the step: returned, stored, or saved by autograd."""
-    size = step.trace.storages[tensor.storage].bytes
-    lives = step.trace.lives.lives if step.trace.lives is not None else ()
-    return tensor.storage in step.flow.results or any(
-        life.born == index and life.died is None and life.bytes == size for life in lives
-    )
 
 
 def _remedy(softmax: Op, reader: Op) -> str:

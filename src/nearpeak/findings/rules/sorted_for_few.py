@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.rules.softmax_for_argmax import is_kept
-from nearpeak.findings.step import Step, shape_text
+from nearpeak.findings.step import Step, is_kept, shape_text
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds

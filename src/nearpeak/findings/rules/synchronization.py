@@ -6,21 +6,19 @@ synchronization: The host waits for the device within a step: the device runs ou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
+from nearpeak.findings.convolutions import searched_convolutions
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.rules.convolution_search import searched_convolutions
-from nearpeak.findings.rules.experts import expert_places
-from nearpeak.findings.rules.reads_in_a_loop import READS, reading_places
+from nearpeak.findings.experts import expert_places
+from nearpeak.findings.host_reads import COPIES, READS, copy_sources, reading_places, reads_for_python
 from nearpeak.findings.step import Step, is_source_line
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Op
-from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.units import quantity, seconds
 
-COPIES = ("aten._to_copy", "aten.copy", "aten.copy_")
 SMALL_COPY_BYTES = 65536.0
 """Up to this size, a copy is one value or a short list, and costs its call."""
 
@@ -33,7 +31,7 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
         return
     for where, indices in _copies_by_place(step).items():
         pageable = [index for index in indices if not _is_pinned(step, step.ops[index])]
-        moved = {index: sum(tensor.bytes for tensor in _copy_sources(step.ops[index])) for index in indices}
+        moved = {index: sum(tensor.bytes for tensor in copy_sources(step.ops[index])) for index in indices}
         waits = [
             cause
             for cause in step.profile.idle
@@ -76,46 +74,8 @@ def copies_to_host(step: Step, where: str) -> bool:
         op.place == where
         and op.packet in COPIES
         and any(tensor.storage in host for tensor in op.written)
-        and not all(tensor.storage in host for tensor in _copy_sources(op))
+        and not all(tensor.storage in host for tensor in copy_sources(op))
         for op in step.ops
-    )
-
-
-_BULK_ELEMENTS = 16
-"""Elements of a tensor from which a copy to the host is data for Python code, not a number to be logged."""
-_MAX_OPS_BETWEEN_COPIES = 4
-MIN_STRETCH_S = 5e-4
-"""Shorter stretches of Python are the overhead of calling ops."""
-
-
-def reads_for_python(step: Step) -> dict[str, str]:
-    """Places at which tensors are copied to the host for a long stretch of Python: by place, that of the next op.
-
-    At most a few ops are between the copies and the stretch, so that the code in the stretch waits for them.
-    """
-    stretches = {
-        cause.where
-        for cause in step.profile.idle
-        if cause.cause == "python" and not cause.what and cause.where and cause.seconds >= MIN_STRETCH_S
-    }
-    reads: dict[str, str] = {}
-    copied: dict[str, int] = {}
-    """The places of copies, with the number of ops since."""
-    for index, op in enumerate(step.ops):
-        if _is_bulk_read(step, op):
-            copied[op.place] = 0
-        elif step.costs[index].family != "view" and op.packet not in READS and op.origin != "host":
-            if op.place in stretches:
-                reads.update((place, op.place) for place in copied if place != op.place)
-            copied = {place: ops + 1 for place, ops in copied.items() if ops < _MAX_OPS_BETWEEN_COPIES}
-    return reads
-
-
-def _is_bulk_read(step: Step, op: Op) -> bool:
-    return (
-        op.packet in COPIES
-        and any(tensor.storage in step.trace.on_host and tensor.elements >= _BULK_ELEMENTS for tensor in op.written)
-        and not all(tensor.storage in step.trace.on_host for tensor in _copy_sources(op))
     )
 
 
@@ -133,16 +93,12 @@ def _is_copy_to_device(step: Step, op: Op) -> bool:
         op.packet in COPIES
         and bool(written)
         and not any(tensor.storage in step.trace.on_host for tensor in written)
-        and any(tensor.storage in step.trace.on_host for tensor in _copy_sources(op))
+        and any(tensor.storage in step.trace.on_host for tensor in copy_sources(op))
     )
 
 
-def _copy_sources(op: Op) -> Sequence[Tensor]:
-    return op.tensors("src") if op.packet != "aten._to_copy" else op.tensors("self")
-
-
 def _is_pinned(step: Step, op: Op) -> bool:
-    return all(tensor.storage in step.trace.pinned for tensor in _copy_sources(op))
+    return all(tensor.storage in step.trace.pinned for tensor in copy_sources(op))
 
 
 def _copy_title(small: bool, pageable: bool) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
@@ -10,16 +10,12 @@ from nearpeak.findings.loops import line_range
 from nearpeak.findings.regions import launches_removed
 from nearpeak.findings.rules.dense_embedding_gradient import dense_embedding_gradient
 from nearpeak.findings.step import Step
-from nearpeak.ops.op import Op
+from nearpeak.findings.updates import SINGLE_OPS, UPDATE_FAMILIES, is_parameter, is_scalar, updates
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
 
 PASSES = 1.3
 """The least ratio of the traffic to one pass over the state; with momentum alone it is 1.6."""
-SINGLE_OPS = 8
-"""The number of ops on single tensors from which lists of tensors are worth it."""
-FAMILIES = ("pointwise", "optimizer", "movement", "creation", "view")
-"""Families that a fused optimizer can do in one pass; norms and GEMMs need their results first."""
 
 
 @rule("unfused-optimizer", needs=["storages"])
@@ -31,7 +27,7 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
         for index, gain in table.gains.items():
             of_tables[index] = of_tables.get(index, 0.0) + gain
     for members in updates(step):
-        if any(step.costs[index].family not in FAMILIES for index in members):
+        if any(step.costs[index].family not in UPDATE_FAMILIES for index in members):
             continue
         passing = [index for index in members if any(len(tensor.shape) for tensor in step.ops[index].inputs)]
         passing = [index for index in passing if step.costs[index].family in ("pointwise", "optimizer")]
@@ -66,100 +62,6 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
 def _where(step: Step, members: Sequence[int]) -> str:
     lines = {step.ops[index].source for index in members} - {""}
     return f" ({line_range(sorted(lines))})" if len(lines) > 1 else ""
-
-
-def updates(step: Step) -> list[list[int]]:
-    """The ops of each update of parameters: of an optimizer, or written by hand in the step.
-
-    Ops belong together if they are at one line, write the same storage, or read or write the same gradient or state;
-    not if one reads the parameters that another wrote: an average of the parameters is an update of its own.
-    """
-    members = [index for index, op in enumerate(step.ops) if op.phase == "optimizer"]
-    members += _written_by_hand(step)
-    parent = {index: index for index in members}
-
-    def root(index: int) -> int:
-        while parent[index] != index:
-            parent[index] = parent[parent[index]]
-            index = parent[index]
-        return index
-
-    related: dict[Hashable, int] = {}
-    for index in sorted(members):
-        reads, writes = step.touches[index]
-        keys: list[Hashable] = [
-            storage
-            for storage in {*reads, *writes}
-            if not _is_scalar(step, storage) and (storage in writes or not _is_parameter(step, storage))
-        ]
-        if step.ops[index].source:
-            keys.append(step.ops[index].source)
-        for key in keys:
-            parent[root(index)] = root(related.setdefault(key, index))
-    groups: dict[int, list[int]] = {}
-    for index in sorted(members):
-        groups.setdefault(root(index), []).append(index)
-    return list(groups.values())
-
-
-def _written_by_hand(step: Step) -> list[int]:
-    """Ops outside of any optimizer that change parameters in place, and those that compute the change.
-
-    Parameters, and tensors of their shape that are changed by them, such as averages. Only ops on whole parameters
-    count: a norm, or a number that depends on the loss, is not part of the update.
-    """
-    if not step.trains:
-        return []
-    found: set[int] = set()
-    updated: set[int] = set()
-    queue: list[tuple[int, tuple[int, ...]]] = []
-    for index, op in enumerate(step.ops):
-        if op.phase != "forward" or not op.mutated or step.costs[index].family not in FAMILIES:
-            continue
-        (target, *others) = op.tensors(*op.mutated) or (None,)
-        if target is not None and not others and len(target.shape) and _is_updated(step, op, target):
-            queue.append((index, target.shape))
-            if sum(bool(tensor.shape) for tensor in op.inputs) > 1:
-                updated.add(target.storage)
-    # Parameters that are only clamped or scaled are not updated by anything.
-    queue = [(index, shape) for index, shape in queue if not updated.isdisjoint(step.touches[index].writes)]
-    while queue:
-        index, shape = queue.pop()
-        if index in found:
-            continue
-        found.add(index)
-        for writer in step.flow.producers[index].values():
-            op = step.ops[writer]
-            if (
-                op.phase == "forward"
-                and step.costs[writer].family in FAMILIES
-                and any(tensor.shape == shape for tensor in op.written)
-            ):
-                queue.append((writer, shape))
-    touched = {storage for index in found for storage in step.flow.read_by[index] if not _is_parameter(step, storage)}
-    for index, op in enumerate(step.ops):  # states that are changed after they were used
-        if op.phase == "forward" and op.mutated and step.costs[index].family in FAMILIES:
-            (target, *others) = op.tensors(*op.mutated) or (None,)
-            whole = [tensor for tensor in op.inputs if len(tensor.shape)]
-            if target is not None and not others and len(whole) > 1 and target.storage in touched:
-                found.add(index)
-    return sorted(found)
-
-
-def _is_parameter(step: Step, storage: int) -> bool:
-    return storage in step.trace.storages and step.trace.storages[storage].kind == "parameter"
-
-
-def _is_updated(step: Step, op: Op, target: Tensor) -> bool:
-    """Whether an op changes a parameter, or what follows the parameters."""
-    if _is_parameter(step, target.storage):
-        return True
-    known = step.trace.storages.get(target.storage)
-    return (
-        known is not None
-        and known.kind != "intermediate"
-        and any(tensor.shape == target.shape and _is_parameter(step, tensor.storage) for tensor in op.inputs)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +123,7 @@ class _Origins:
 def _origins(step: Step, members: Sequence[int]) -> _Origins:
     ops = step.ops
     written = {tensor.storage for index in members for tensor in ops[index].written if len(tensor.shape)}
-    parameters = {storage for storage in written if _is_parameter(step, storage)}
+    parameters = {storage for storage in written if is_parameter(step, storage)}
     states: dict[int, set[str]] = {storage: set() for storage in written - parameters if _outlives(step, storage)}
     gradients: set[int] = set()
     made_of: dict[int, set[str]] = {}
@@ -232,14 +134,14 @@ def _origins(step: Step, members: Sequence[int]) -> _Origins:
         writer = step.flow.producers[index].get(storage)
         if storage in made_of:
             return made_of[storage]
-        if _is_parameter(step, storage):
+        if is_parameter(step, storage):
             return {"parameter"}
         if writer is not None and ops[writer].phase == "backward":
             gradients.add(storage)
             return {"gradient"}
         if storage in states:
             return {"state"}
-        if writer is None and not _is_scalar(step, storage):  # from before the step
+        if writer is None and not is_scalar(step, storage):  # from before the step
             gradients.add(storage)
             return {"gradient"}
         return set()
@@ -273,11 +175,6 @@ def _operator(step: Step, index: int) -> str:
 def _outlives(step: Step, storage: int) -> bool:
     known = step.trace.storages.get(storage)
     return (known is not None and known.kind != "intermediate") or storage in step.flow.results
-
-
-def _is_scalar(step: Step, storage: int) -> bool:
-    known = step.trace.storages.get(storage)
-    return known is None or known.bytes <= 8
 
 
 def _writes(step: Step, index: int, storages: Collection[int]) -> bool:
