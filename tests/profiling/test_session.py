@@ -151,3 +151,70 @@ def test_what_we_do_at_the_end_of_a_step_is_no_part_of_it(monkeypatch):
         found.step_ends(StepKind(trained=1))
     assert found.schedule.walls == [0.25] * session.CLEAN_STEPS
     found.abandon()
+
+
+class Detector:
+    """Of steps after which something may come."""
+
+    awaits = ("the first step of Adam", 60.0)
+    unfinished_calls = 0
+
+    def __init__(self):
+        self.stopped = False
+        self.calls = types.SimpleNamespace(search=lambda on: None)
+
+    def awaited(self):
+        return self.awaits
+
+    def notes(self):
+        return ()
+
+    def stop(self, *, until_training=False):
+        self.stopped = True
+
+
+@pytest.fixture
+def recorded(watching, monkeypatch):
+    """A session of steps of a millisecond that is to end the program when all is recorded, and its clock."""
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(guard, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    watching.guard._own_time.entered = 100.0
+    watching._stop, watching.steps, watching.said = True, Detector(), []
+    watching._say = watching.said.append
+
+    def take_step(seconds=1e-3):
+        clock.now += seconds
+        watching.step_ends(StepKind(module=1))
+        if watching.schedule.phase == "traced":
+            watching.add_trace(Trace(ops=(), storages={}))
+
+    watching.take_step = take_step
+    while not watching.is_done:
+        take_step()
+    return watching
+
+
+def test_the_program_goes_on_while_a_longer_step_may_come_and_ends_when_it_does_not(recorded):
+    recorded.take_step()
+    assert "waiting up to 60.0 s for the first step of Adam: these may be one step" in recorded.said
+    recorded.take_step(30.0)
+    assert not recorded.steps.stopped
+    with pytest.raises(session.StopRun):
+        recorded.take_step(31.0)
+    assert recorded.steps.stopped
+    assert recorded.records("play.py") is not None
+
+
+def test_a_period_begins_with_one_more_step_to_warm_up_and_what_was_recorded_counts_until_it_is(recorded):
+    recorded.take_step()
+    recorded.period_begins("the program repeats 16 steps as one: these are the step")
+    assert recorded.schedule.phase == "warm-up"
+    assert recorded.records("play.py") is not None
+    recorded.take_step(0.5)
+    recorded.take_step(0.5)
+    assert recorded.schedule.phase == "clean"
+    recorded.steps.awaits = ("", 0.0)
+    with pytest.raises(session.StopRun):
+        for _ in range(20):
+            recorded.take_step(0.5)
+    assert recorded.records("play.py").walls[0] == pytest.approx(0.5)

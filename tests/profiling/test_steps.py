@@ -1,10 +1,13 @@
 import copy
+import gc
 import pickle
+import threading
 
 import pytest
 import torch
 
 from nearpeak.profiling.steps import MAX_CALLS, detect_steps
+from nearpeak.trace.guard import Guard
 from nearpeak.trace.live import LiveTrace
 
 
@@ -21,6 +24,9 @@ class Watcher:
 
     def training_begins(self):
         self.events.append("training")
+
+    def period_begins(self, words):
+        self.events.append("period")
 
     def step_ends(self, kind):
         self.events.append("step")
@@ -276,3 +282,130 @@ def test_ops_of_a_closure_are_not_the_optimizers_in_a_live_step():
         optimizer.step(closure)
     phases = {op.packet: op.phase for op in live.stop().ops}
     assert (phases["aten.addmm"], phases["aten.mm"], phases["aten.mul_"]) == ("forward", "backward", "optimizer")
+
+
+class Ticking(Guard):
+    """A guard whose clock ticks once for each time that it is asked."""
+
+    ticks = 0
+
+    def program_time(self, *, now=False):
+        self.ticks += 1
+        return 1e-3 * self.ticks
+
+
+def rollout(model, calls):
+    with torch.no_grad():
+        for _ in range(calls):
+            model(torch.randn(2, 4))
+
+
+def test_a_rollout_before_several_training_steps_is_part_of_one_step(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    with detect_steps(watcher, Ticking()) as steps:
+        for iteration in range(6):
+            rollout(model, 30)
+            if iteration == 0:
+                assert steps.awaited()[0] == "the first step of Adam"
+            train(model, optimizer, 3)
+            if iteration == 0:
+                assert steps.awaited()[0] == "calls of Linear without gradients again"
+    assert watcher.events.count("period") == 1
+    assert steps.awaited() == ("", 0.0)
+    assert watcher.events[-7:] == ["begins", "ends"] * 3 + ["step"]
+    whole = watcher.kinds[-3:]
+    assert {(kind.trained, kind.evaluated) for kind in whole} == {(3, 30)}
+    assert whole[0].words == "a period of 30 calls of Linear without gradients and 3 steps of Adam"
+
+
+def test_a_training_step_says_that_it_has_calls_without_gradients(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    with detect_steps(watcher, Ticking()) as steps:
+        for _ in range(4):
+            rollout(model, 30)
+            train(model, optimizer, 1)
+    assert watcher.events.count("period") == 0
+    assert {(kind.trained, kind.evaluated) for kind in watcher.kinds[-3:]} == {(1, 30)}
+    assert watcher.kinds[-1].words == (
+        "a training step, up to the step of Adam, with 30 calls of Linear without gradients"
+    )
+    assert steps.awaited() == ("", 0.0)
+
+
+def test_five_steps_of_a_critic_and_one_of_its_generator_are_one_step(watcher):
+    models = [torch.nn.Linear(4, 4) for _ in range(2)]
+    critic, generator = (torch.optim.SGD(model.parameters()) for model in models)
+    with detect_steps(watcher, Ticking()):
+        for _ in range(6):
+            train(models[0], critic, 5)
+            train(models[1], generator, 1)
+    assert watcher.kinds[-1].words == "a period of 6 steps of SGD"
+    assert watcher.kinds[-1].trained == 6
+
+
+def test_a_guided_and_a_free_pass_are_one_step_and_what_comes_between_is_another(watcher):
+    model, decoder = torch.nn.Linear(4, 4), torch.nn.Tanh()
+    with detect_steps(watcher, Ticking()), torch.no_grad():
+        for _ in range(2):
+            x = torch.randn(2, 4)
+            for _ in range(5):
+                wanted = model(x)
+                free = model(x)
+                x = x - (free + 2 * (wanted - free))
+            decoder(x)
+    kinds = watcher.kinds[-8:]
+    assert [kind.irregular for kind in kinds] == [False, True, *[False] * 5, True]
+    assert {kind.words for kind in kinds if not kind.irregular} == {"a period of 2 calls of Linear without gradients"}
+
+
+def test_drafts_and_their_check_are_one_step(watcher):
+    draft, target = torch.nn.Linear(4, 4), torch.nn.Bilinear(4, 4, 4)
+    with detect_steps(watcher, Ticking()), torch.no_grad():
+        for _ in range(6):
+            for _ in range(4):
+                draft(torch.randn(1, 4))
+            target(torch.randn(5, 4), torch.randn(5, 4))
+    assert watcher.kinds[-1].words == "a period of 4 calls of Linear and a call of Bilinear without gradients"
+
+
+def test_a_period_that_the_program_leaves_is_the_step_no_longer(watcher):
+    model = torch.nn.Linear(4, 4)
+    with detect_steps(watcher, Ticking()), torch.no_grad():
+        for _ in range(4):
+            model(torch.randn(2, 4))
+            model(torch.randn(2, 4))
+        for _ in range(12):
+            model(torch.randn(2, 4))
+    assert watcher.events.count("period") == 2
+    assert watcher.kinds[-1].words == "a call of Linear without gradients"
+
+
+def test_calls_on_several_threads_are_no_period(watcher):
+    model = torch.nn.Linear(4, 4)
+
+    def call():
+        with torch.no_grad():
+            model(torch.randn(2, 4))
+
+    with detect_steps(watcher, Ticking()), torch.no_grad():
+        for _ in range(8):
+            model(torch.randn(2, 4))
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+    assert watcher.events == ["step"] * 16
+
+
+def test_nothing_is_awaited_without_an_optimizer_or_with_a_step_function(watcher, monkeypatch):
+    model = torch.nn.Linear(4, 4)
+    objects = [model, {}]
+    monkeypatch.setattr(gc, "get_objects", lambda: objects)
+    with detect_steps(watcher) as steps:
+        rollout(model, 3)
+        assert steps.awaited() == ("", 0.0)
+        objects.append(torch.optim.SGD(model.parameters()))
+        assert steps.awaited()[0] == "the first step of SGD"
+        steps.has_step_function = True
+        assert steps.awaited() == ("", 0.0)

@@ -134,7 +134,8 @@ def profile_script(
     def result() -> ScriptRun:
         nonlocal profile
         records = session.records(main.name)
-        if records is not None and (profile is None or profile.steps != len(records.walls)):
+        seen = None if profile is None else (profile.step, profile.steps)
+        if records is not None and seen != (records.step, len(records.walls)):
             profile = records.profile(machine or find_machine(progress=progress), ceilings=ceilings)
             captured(profile)
         if timed_out and not session.problem:

@@ -224,6 +224,10 @@ class Schedule:
         in_phase = self._in_phase if self.phase == "warm-up" else len(self.walls) if self.phase == "clean" else 0
         return max(1, list(needs.values())[reached] - in_phase) + sum(list(needs.values())[reached + 1 :])
 
+    def continue_warm(self, now: float) -> None:
+        """A step begins now, of a program that has warmed up with steps of another length: one more is enough."""
+        self._last, self._in_phase = now, MIN_WARM_UP - 1
+
     def resumes(self, now: float) -> None:
         """The next step begins now, with an idle device."""
         self._last = self._begun = now
@@ -438,7 +442,9 @@ class Session:
         """The rank of the process and the number of ranks, when the step was profiled."""
         self._steps_before_training = 0
         self._evaluation: StepRecords | None = None
-        """Of steps before the first training step."""
+        """Of steps before the first training step, or before the first whole period."""
+        self._wait_ends: float | None = None
+        """Until when a longer step may come, once everything is recorded."""
 
     @property
     def steps_seen(self) -> int:
@@ -461,16 +467,27 @@ class Session:
 
     def training_begins(self) -> None:
         """The steps so far were an evaluation. They count only if no training step is recorded."""
-        if self.schedule.steps == 0 or self.guard.in_child:
+        if self.schedule.steps:
+            self._restart("training begins: the steps before it do not count")
+
+    def period_begins(self, words: str) -> None:
+        """The steps so far were parts of steps. They count only if none of the whole ones is recorded."""
+        with self.guard.own_time():
+            self._restart(words)
+            self.schedule.continue_warm(self.guard.program_time())
+
+    def _restart(self, words: str) -> None:
+        if self.guard.in_child:
             return
         self._evaluation = self._records() or self._evaluation
         self._steps_before_training += self.schedule.steps
+        self._wait_ends = None
         self.abandon()
         self.schedule, self._recorded, self._traced = Schedule(), None, None
         self._deferred_left, self._deferred, self._thread = 0, [], None
         self._watch.forget()
         self._warm_graphs = self._compiler = None
-        self._say("training begins: the steps before it do not count")
+        self._say(words)
 
     def step_ends(self, kind: StepKind | None = None, *, between: Callable[[], object] | None = None) -> None:
         """Ends a step. `between` runs before the next one begins, and belongs to no step.
@@ -497,6 +514,8 @@ class Session:
             self.schedule.steps += 1
             if between is not None:
                 between()
+            if self._wait_ends is not None and not self.guard.in_child and not self.problem:
+                self._complete()
             return
         if (
             self._deferred_left > 1
@@ -513,15 +532,40 @@ class Session:
         self.guard.call(self._advance, kind, between)
         self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
         if self.is_done:
-            self.loaders.stop()
-        if self.is_done and self.steps is not None and not self._follows:
+            self._complete()
+        elif self.schedule.phase == "clean again" and before == "traced":
+            self._tell_completed()
+
+    def _complete(self) -> None:
+        """Ends the recording, unless a longer step than those recorded may come."""
+        if self._awaits_longer_step():
+            return
+        self.loaders.stop()
+        if self.steps is not None and not self._follows:
             self.steps.stop(until_training=True)
-        if self.is_done or (self.schedule.phase == "clean again" and before == "traced"):
-            # What is done with the records is no part of recording them, and modes of the code do not see it.
-            with suppress(Exception), _disable_current_modes(), torch._C.DisableTorchFunction():
-                self._completed()
-        if self.is_done and self._stop:
+        self._tell_completed()
+        if self._stop:
             raise StopRun
+
+    def _tell_completed(self) -> None:
+        # What is done with the records is no part of recording them, and modes of the code do not see it.
+        with suppress(Exception), _disable_current_modes(), torch._C.DisableTorchFunction():
+            self._completed()
+
+    def _awaits_longer_step(self) -> bool:
+        if self.steps is None or self.problem:
+            return False
+        now = self.guard.program_time()
+        if self._wait_ends is None:
+            what, wait_s = self.guard.call(self.steps.awaited) or ("", 0.0)
+            if what:
+                self._wait_ends = now + wait_s
+                self._say(f"waiting up to {seconds(wait_s)} for {what}: these may be one step")
+            return bool(what)
+        if now < self._wait_ends:
+            return True
+        self._wait_ends = None
+        return False
 
     def add_trace(self, traced: Trace | str) -> None:
         """Adds the trace of a step that the caller ran, or the reason why there is none."""
@@ -571,7 +615,7 @@ class Session:
             host_ahead=self.schedule.host_ahead,
             later_s=self.schedule.later_device_s,
             conditions=self._watch.conditions,
-            notes=tuple(_notes(self.schedule)),
+            notes=(*_notes(self.schedule), *(() if self.steps is None else self.steps.notes())),
             compiler=self._compiler,
             worker_starts=self.loaders.costs(),
             rank=rank,

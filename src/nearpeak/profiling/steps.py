@@ -2,7 +2,9 @@
 
 A training step ends with an optimizer's step, whatever came before it: several forward passes, where gradients are
 accumulated. Code that never trains takes a step with each top-level call of a module without gradients: a batch, or a
-token of a generated text. A user who knows better names a function, each call of which is a step.
+token of a generated text. These ends are the marks of the program: where it repeats several of them as one
+(`profiling/periods.py`), that period is the step. A user who knows better names a function, each call of which is a
+step.
 
 Top-level calls are those inside no other module's call. While modules are searched for, every call is looked at
 (`trace/modules.py`); the class of a module with a top-level call then gets a `__call__` of its own, so that other
@@ -12,12 +14,14 @@ saved to, and of what torch.compile makes of it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any, Protocol
 
@@ -26,9 +30,11 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nearpeak.profiling.periods import PeriodFinder
 from nearpeak.trace.graphs import remember_graphs
-from nearpeak.trace.guard import Guard
+from nearpeak.trace.guard import Guard, OwnThread
 from nearpeak.trace.modules import watch_module_calls
+from nearpeak.trace.source import user_line
 
 SIZE_TOLERANCE = 0.25
 """Sizes that differ by less than this share are similar: a text grows by a token, a batch is padded differently."""
@@ -56,13 +62,15 @@ class StepKind:
     """Whether the code ran a profiler of its own."""
     captured: bool = False
     """Whether it captured a graph, whose ops do not run."""
+    irregular: bool = False
+    """Whether something else came between the parts of a period."""
     words: str = ""
     """What it is, for people: "a call of Net without gradients"."""
 
     def is_similar(self, other: StepKind) -> bool:
         """Whether a step of this kind may stand for one of the other."""
-        exact = (self.module, self.recorded, self.captured, len(self.shape))
-        if exact != (other.module, other.recorded, other.captured, len(other.shape)):
+        exact = (self.module, self.recorded, self.captured, self.irregular, len(self.shape))
+        if exact != (other.module, other.recorded, other.captured, other.irregular, len(other.shape)):
             return False
         sizes = zip(
             (self.trained, self.evaluated, *self.shape), (other.trained, other.evaluated, *other.shape), strict=True
@@ -77,7 +85,17 @@ def is_similar_size(first: int, second: int) -> bool:
 
 
 MAX_CALLS = 20
-"""Code with more top-level calls in a training step has no single model: they are no longer counted."""
+"""Code that calls more different modules at the top level of a training step has no single model: calls are no longer
+counted."""
+MANY_CALLS = 2
+"""From so many calls without gradients on, their number does not distinguish one mark from another: episodes vary."""
+MAX_STRAY_MARKS = 3
+"""After so many periods in a row that are cut short, each mark ends a step again."""
+TRAINING_WAIT_S = 60.0
+"""How long an optimizer that exists may take until its first step, after calls without gradients were recorded."""
+ROLLOUT_WAITS, MIN_ROLLOUT_WAIT_S = 10.0, 5.0
+"""How long calls without gradients that came before the first training step may take to come again: so many times as
+long as they took, and at least so long."""
 
 
 class StepListener(Protocol):
@@ -91,6 +109,9 @@ class StepListener(Protocol):
 
     def training_begins(self) -> None:
         """From now on steps end with an optimizer's step; those before were something else."""
+
+    def period_begins(self, words: str) -> None:
+        """From now on a step is another number of marks, which `words` names for people."""
 
     def step_ends(self, kind: StepKind) -> None:
         """A step is over, and the next one begins."""
@@ -117,10 +138,24 @@ class StepDetector:
         """Whether it runs its first step, which is not seen by what replaces its `step`."""
         self._hooks = ExitStack()
         self._hook_runs = False
-        self._ended_in_backward: StepKind | None = None
-        """A step whose optimizer ran inside the backward pass: it ends when the pass is over."""
-        self._trained = 0
-        self._evaluated = 0
+        self._ended_in_backward: Hashable | None = None
+        """A mark whose optimizer ran inside the backward pass: it ends when the pass is over."""
+        self._mark = StepUnit()
+        """Since the last mark."""
+        self._unit = StepUnit(marks=0)
+        """Since the last step; the last mark, where each mark ends one."""
+        self._finder = PeriodFinder()
+        self._period: tuple[Hashable, ...] = ()
+        """The marks of a step; () if each mark ends one."""
+        self._thread: OwnThread | None = None
+        """The thread of the first mark."""
+        self._stray_marks = 0
+        """Periods in a row that were cut short."""
+        self._before_training: Rollout | None = None
+        self._called_since = 0.0
+        """When the first call without gradients ended."""
+        self._last_called = ""
+        """The class of the module of the last one."""
         self.unfinished_calls = 0
         """Top-level calls with gradients since the last step ended."""
         self.calls_by_module: Counter[int] = Counter()
@@ -130,6 +165,24 @@ class StepDetector:
     def trains(self) -> bool:
         """Whether an optimizer has taken a step."""
         return self._first is not None
+
+    def awaited(self) -> tuple[str, float]:
+        """What may come and make a longer step of those so far, and for how many seconds; "" if nothing is expected."""
+        if self.has_step_function or self._period or self._finder.refused:
+            return "", 0.0
+        if self._first is None:
+            optimizer = _live_optimizer()
+            return (f"the first step of {optimizer}", TRAINING_WAIT_S) if optimizer else ("", 0.0)
+        rollout = self._before_training
+        if rollout is None:
+            return "", 0.0
+        return f"calls of {rollout.module} without gradients again", min(
+            max(ROLLOUT_WAITS * rollout.seconds, MIN_ROLLOUT_WAIT_S), TRAINING_WAIT_S
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the profile must know about what was taken as a step."""
+        return (self._finder.refused,) if self._finder.refused else ()
 
     def mark(self, function: Any) -> Any:
         """Wraps a function so that each of its calls is a step; of nested calls only the outer one."""
@@ -187,16 +240,27 @@ class StepDetector:
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         replaced = self._listener.optimizer_begins(optimizer, args, kwargs)
         if self._first is None and not self.has_step_function:
-            self._first = optimizer
-            self._first_step_runs = True
-            self.calls.open()
-            self._report_after(optimizer)
-            self._listener.training_begins()
+            self._begin_training(optimizer)
         return replaced
+
+    def _begin_training(self, optimizer: torch.optim.Optimizer) -> None:
+        self._first = optimizer
+        self._first_step_runs = True
+        if self._finder.count >= MANY_CALLS:
+            took = self._guard.program_time() - self._called_since
+            self._before_training = Rollout(module=self._last_called, seconds=took)
+            self._mark.evaluated = self._finder.count
+        self._finder, self._period, self._unit, self._thread = PeriodFinder(), (), StepUnit(marks=0), None
+        self.calls.open()
+        self._report_after(optimizer)
+        self._listener.training_begins()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self._listener.optimizer_ends()
-        if optimizer is self._first:
+        self._mark.steps[type(optimizer).__name__] += 1
+        if optimizer is not self._first:
+            self._mark.other_optimizers.append(id(optimizer))
+        else:
             self.unfinished_calls = 0
             self.calls_by_module.clear()
             if self._first_step_runs:
@@ -214,21 +278,66 @@ class StepDetector:
 
     def _before_module(self) -> None:
         if self._ended_in_backward is not None and not _in_backward():
-            kind, self._ended_in_backward = self._ended_in_backward, None
-            self._listener.step_ends(kind)
+            symbol, self._ended_in_backward = self._ended_in_backward, None
+            self._end_mark(symbol)
 
     def _after_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.calls_by_module[id(module)] += 1
+        mark = self._mark
+        mark.modules.add(id(module))
         if torch.is_grad_enabled():
-            self._trained += 1
+            mark.trained += 1
             self.unfinished_calls += 1
+            return
+        mark.evaluated += 1
+        self._last_called = type(module).__name__
+        mark.calls[self._last_called] += 1
+        if self._first is None and not self.has_step_function:
+            if not self._finder.count:
+                self._called_since = self._guard.program_time()
+            mark.module, mark.shape = id(module), _smallest_shape((*args, *kwargs.values()))
+            self._end_mark((id(module), user_line()[0]))
+
+    def _end_mark(self, symbol: Hashable) -> None:
+        """Reports the end of a step, unless the mark is in the midst of a period."""
+        mark, self._mark = self._mark, StepUnit()
+        if self._thread is None:
+            self._thread = OwnThread()
+        if not self._thread:  # the marks of several threads come in any order
+            self._listener.step_ends(mark.kind())
+            return
+        if self._period:
+            self._end_in_period(symbol, mark)
+            return
+        self._period = self._finder.add(symbol, self._guard.program_time())
+        if not self._period:
+            self._unit = mark
+            self._listener.step_ends(mark.kind())
+            return
+        self._unit = StepUnit(marks=0)
+        self._listener.period_begins(
+            f"the program repeats {len(self._period)} {'steps' if self.trains else 'calls'} as one: these are the step"
+        )
+
+    def _end_in_period(self, symbol: Hashable, mark: StepUnit) -> None:
+        is_next = symbol == self._period[self._unit.marks]
+        self._unit.add(mark)
+        if is_next and self._unit.marks < len(self._period):
+            return
+        unit, self._unit = self._unit, StepUnit(marks=0)
+        if is_next:
+            self._stray_marks = 0
+            self._listener.step_ends(unit.kind())
+            return
+        # Something else came between. The next period begins after it, or has begun with it.
+        self._stray_marks += 1
+        if self._stray_marks < MAX_STRAY_MARKS:
+            if symbol == self._period[0]:
+                self._unit = mark
+            self._listener.step_ends(dataclasses.replace(unit.kind(), irregular=True))
         else:
-            self._evaluated += 1
-            if self._first is None and not self.has_step_function:
-                self._trained = self._evaluated = 0
-                shape = _smallest_shape((*args, *kwargs.values()))
-                words = f"a call of {type(module).__name__} without gradients"
-                self._listener.step_ends(StepKind(module=id(module), shape=shape, words=words))
+            self._period = ()
+            self._listener.period_begins("what the program repeated has changed: each end of a step counts again")
 
     def _report_after(self, optimizer: torch.optim.Optimizer) -> None:
         """Replaces `step` of an optimizer, so that steps end after it and not in its hooks.
@@ -251,17 +360,91 @@ class StepDetector:
         self._own_step = optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def _step_ended(self) -> None:
-        words = f"a training step, up to the step of {type(self._first).__name__}"
-        kind = StepKind(trained=self._trained, evaluated=self._evaluated, words=words)
-        self._trained = self._evaluated = 0
-        if kind.trained + kind.evaluated > MAX_CALLS:
+        mark = self._mark
+        symbol = min(mark.evaluated, MANY_CALLS), min(mark.trained, MANY_CALLS), tuple(mark.other_optimizers)
+        if mark.evaluated and self._unit.evaluated and self._finder.count > 1:
+            self._before_training = None  # all training steps have such calls
+        if len(mark.modules) > MAX_CALLS:
             self.calls.close()
         if self.has_step_function:
-            return
-        if _in_backward():  # torch's profiler cannot be started or stopped here
-            self._ended_in_backward = kind
+            self._mark = StepUnit()
+        elif _in_backward():  # torch's profiler cannot be started or stopped here
+            self._ended_in_backward = symbol
         else:
-            self._listener.step_ends(kind)
+            self._end_mark(symbol)
+
+
+@dataclass(slots=True)
+class StepUnit:
+    """What the program did from one mark to the next, or in a step of several marks."""
+
+    marks: int = 1
+    trained: int = 0
+    """Top-level calls of modules with gradients enabled."""
+    evaluated: int = 0
+    """Top-level calls without gradients."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """Those without gradients by the class of the module."""
+    steps: Counter[str] = field(default_factory=Counter)
+    """Steps by the class of the optimizer."""
+    other_optimizers: list[int] = field(default_factory=list)
+    """The optimizers beside the first that took a step, by id."""
+    modules: set[int] = field(default_factory=set)
+    """All modules with a top-level call, by id."""
+    module: int = 0
+    shape: tuple[int, ...] = ()
+
+    def add(self, mark: StepUnit) -> None:
+        """Adds what came until the next mark."""
+        self.marks += 1
+        self.trained += mark.trained
+        self.evaluated += mark.evaluated
+        self.calls += mark.calls
+        self.steps += mark.steps
+        self.module, self.shape = mark.module, mark.shape
+
+    def kind(self) -> StepKind:
+        """The kind of step that it is."""
+        if self.module:
+            return StepKind(module=self.module, shape=self.shape, words=self.words())
+        return StepKind(trained=self.trained, evaluated=self.evaluated, words=self.words())
+
+    def words(self) -> str:
+        """What it is, for people."""
+        calls = [_count(number, "call", name) for name, number in self.calls.items()]
+        steps = [_count(number, "step", name) for name, number in self.steps.items()]
+        if calls:
+            calls[-1] += " without gradients"
+        if self.marks > 1:
+            return f"a period of {_and([*calls, *steps])}"
+        if not steps:
+            return _and(calls)
+        *_, last = self.steps
+        return f"a training step, up to the step of {last}" + (f", with {_and(calls)}" if calls else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """Calls without gradients before the first training step: an evaluation, or a part of each step that recurs."""
+
+    module: str
+    seconds: float
+
+
+def _count(number: int, noun: str, name: str) -> str:
+    return f"a {noun} of {name}" if number == 1 else f"{number} {noun}s of {name}"
+
+
+def _and(parts: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def _live_optimizer() -> str:
+    """The class of an optimizer that exists; "" if there is none."""
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.optim.Optimizer):
+            return type(thing).__name__
+    return ""
 
 
 def _in_backward() -> bool:

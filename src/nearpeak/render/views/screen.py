@@ -29,7 +29,7 @@ MOST_LINES = 35
 MOST_FINDINGS = 3
 SMALLEST_PART = 0.0005
 """Of the wall time. Smaller parts get no bar."""
-_LINES: Mapping[str, int] = {"Step": 1, "Verdict": 4, "Why": 5, "Next": 5}
+_LINES: Mapping[str, int] = {"Step": 2, "Verdict": 4, "Why": 5, "Next": 5}
 """How many lines each sentence has at most; with bars, findings and the last two lines they make `MOST_LINES`."""
 _MEANINGS: Mapping[PartName, str] = {
     "ideal": "cannot be avoided",
@@ -77,7 +77,7 @@ def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions
 
 def _step(profile: Profile) -> str:
     name = plain(profile.source.rpartition("/")[2] or "a callable", 30)
-    what = f"{plain(profile.step, 60)}" if profile.step else "one step"
+    what = f"{plain(profile.step, 100)}" if profile.step else "one step"
     timed = f"; {profile.steps} timed" if profile.steps else ""
     return f"{name}: {what}{timed}"
 
