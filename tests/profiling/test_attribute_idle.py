@@ -97,6 +97,26 @@ def test_item_in_a_file_is_a_synchronization_at_its_op(tmp_path):
     assert len(ahead.gaps) == 1
 
 
+def test_what_nearpeak_does_at_the_end_of_a_profiled_step_is_no_idle_time_of_a_clean_one(tmp_path):
+    """Of a step that waits for its launches, 1.9 ms follow in which the step was read."""
+    device = {"stream": 7, "device": 0}
+    events = [event("ProfilerStep#0", 0, 3000, "user_annotation")]
+    for number in range(20):
+        start = 50 * number
+        events += [
+            op("aten::exp", start, 40, number + 1, [8]),
+            event("cudaLaunchKernel", start + 20, 10, "cuda_runtime", correlation=number + 10),
+            event("exp", start + 35, 5, "kernel", 7, correlation=number + 10, **device),
+        ]
+    events += [
+        event("nearpeak: end of a step", 1010, 40, "user_annotation"),
+        event("cudaDeviceSynchronize", 1015, 30, "cuda_runtime", correlation=90),
+    ]
+    (tmp_path / "step.json").write_text(json.dumps({"traceEvents": events}))
+    found = attribute_idle(read_trace(tmp_path / "step.json"), idle_s=400e-6, clean=True)
+    assert sum(item.seconds for item in found.causes if item.what in ("launched late", "between ops")) >= 390e-6
+
+
 def test_python_before_an_op_that_no_trace_has_is_at_the_line_of_the_next():
     def step(x):
         x.exp()

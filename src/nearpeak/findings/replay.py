@@ -6,11 +6,14 @@ so the time of a step is the time between the ends of two of them. A step whose 
 alone, one whose device waits for the host gains host time alone, and a wait costs what the host cannot do meanwhile.
 
 The recording is of a step under the profiler, which takes some time for every event that it records on the host. That
-time is solved for: without it, the replay of the unchanged step takes as long as a clean step.
+time is solved for: without it, the replay of the unchanged step takes as long as a clean step. Kernel times differ a
+little from step to step too, so what the replay lacks is not always the host's. A change saves the same share of the
+clean step as of the replay.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +41,8 @@ _MAX_QUEUED_GAP_S = 2e-5
 """After a longer gap, a queued kernel waited for something else than the one before it."""
 _GRAPH_GAP_S = 4e-7
 """Between two kernels of a CUDA graph: the median of three recordings on an H200, where queued launches had 1.5 us."""
+_MOST_OF_CALL = 0.5
+"""A copy that runs for more of a call is what the call does."""
 _MAX_EVENT_S = 1e-4
 _LEAST_OF_PIECE = 0.15
 """The share of recorded host time that remains at least without the profiler."""
@@ -47,8 +52,15 @@ _SAME_STEP_TIME = 1e-4
 """The relative difference below which two step times are the same."""
 _CALIBRATED = 0.005
 """The relative difference to the clean step at which the time per event is found."""
-MAX_RESIDUAL = 0.15
-"""A replay that misses the time of the clean step by more of it does not describe the step."""
+_HOST_SPREAD = 0.3
+"""How far the speed of the host under the profiler is usually from `PROFILER_SLOWDOWN`, as a logarithm: in forty steps
+on an H200 that waited for their host, it was 1.2 to 3 times slower."""
+_DEVICE_SPREAD = 0.03
+"""How far the kernel times of profiled and clean steps are usually apart, as a logarithm."""
+_NO_TIME = 1e-9
+MAX_MISSING, MAX_EXCESS = 0.15, 0.5
+"""A replay that lacks more of the clean step does not describe it. One that takes longer has it all, with longer waits
+under the profiler: the share that a change saves of it holds all the same."""
 
 Cause = tuple[CauseName, str, str]
 """The cause, `where` and `what` of an `IdleCause`."""
@@ -82,8 +94,8 @@ class HostPiece(NamedTuple):
     """A named stretch of work, or the call that waits; None for calling and launching ops."""
     kernel: int | None = None
     wait: int | None = None
-    edge: bool = False
-    """Before the first event of the step or after the last one, where nearpeak and the profiler work too."""
+    after_last_op: bool = False
+    """At the end of the step, where nearpeak works too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,9 +153,8 @@ def step_timeline(
     marks = [(time, 1, number) for number, time in enumerate(issued)]
     for number, (start, end, _) in enumerate(spans):
         marks += [(start, 2, number), (end, 0, number)]
-    first = min([host_end_s, *(start for start, _ in host_ops[:1]), *[time for time in host_events[:2] if time > 0.0]])
-    last = max((end for _, end in host_ops), default=0.0)
-    marks += [(first, 3, 0), (last, 3, 0)]
+    last = min(host_end_s, max((end for start, end in host_ops if start < host_end_s), default=0.0))
+    marks.append((last, 3, 0))
     marks.sort()
 
     pieces: list[HostPiece] = []
@@ -169,7 +180,7 @@ def step_timeline(
         stretch_s = outside if outside >= LONG_PYTHON else 0.0
         if stretch_s:
             following = ("", AFTER_LAST_KERNEL) if launched == len(device) else (device[launched].where, "")
-            yield HostPiece(stretch_s, 0, None, ("python", *following), edge=until <= first or now >= last)
+            yield HostPiece(stretch_s, 0, None, ("python", *following), after_last_op=now >= last)
         yield from piece(split, until, owner(launched) if waiting_op is None else waiting_op, less_s=stretch_s)
 
     def piece(
@@ -178,8 +189,7 @@ def step_timeline(
         seconds = end - start - less_s - _overlap(profiler, start, end)
         if seconds > 0.0:
             events = bisect_left(host_events, end) - bisect_left(host_events, start)
-            edge = cause is None and (end <= first or start >= last)
-            yield HostPiece(seconds, events, op, cause, edge=edge)
+            yield HostPiece(seconds, events, op, cause, after_last_op=cause is None and start >= last)
 
     for time, kind, number in marks:
         if time >= host_end_s and kind == 2:
@@ -224,14 +234,21 @@ def _wait_piece(
 ) -> HostPiece:
     """A call that may wait: for the last of the launched kernels that had ended when it returned.
 
-    Freeing memory waits for all of them, and allocating for none. `launched` has the numbers of kernels by stream.
+    Freeing memory waits for all of them, and allocating for none. `launched` has the numbers of kernels by stream. The
+    end of a copy from pageable memory, which the call makes itself, may be recorded after its return.
     """
     start, end = span
+
+    def is_over(kernel: DeviceActivity) -> bool:
+        inside_s = min(kernel.end_s, end) - kernel.start_s
+        own = kernel.start_s >= start - CLOCK_SKEW and inside_s > _MOST_OF_CALL * (end - start)
+        return kernel.end_s <= end + CLOCK_SKEW or own
+
     cause = (activity.cause, activity.where, activity.what)
     last, waits_for_all = EVERYTHING_BEFORE, True
     for numbers in launched.values():
         position = len(numbers) - 1
-        while position >= 0 and device[numbers[position]].end_s > end + CLOCK_SKEW:
+        while position >= 0 and not is_over(device[numbers[position]]):
             position -= 1
         waits_for_all &= position == len(numbers) - 1
         if position >= 0 and (last < 0 or device[numbers[position]].end_s > device[last].end_s):
@@ -249,7 +266,11 @@ def _merge_pieces(pieces: Sequence[HostPiece]) -> list[HostPiece]:
     for piece in pieces:
         last = merged[-1] if merged else None
         is_work = last is not None and last.kernel is None and last.cause is None and piece.cause is None
-        if last is not None and is_work and (piece.seconds == 0.0 or (last.op, last.edge) == (piece.op, piece.edge)):
+        if (
+            last is not None
+            and is_work
+            and (piece.seconds == 0.0 or (last.op, last.after_last_op) == (piece.op, piece.after_last_op))
+        ):
             seconds, events = last.seconds + piece.seconds, last.events + piece.events
             merged[-1] = last._replace(seconds=seconds, events=events, kernel=piece.kernel)
         else:
@@ -353,10 +374,24 @@ class StepTime(NamedTuple):
     """Of it, the time in which a kernel ran."""
 
 
+class _HostSpeed(NamedTuple):
+    """What a clean step has of the host's time under the profiler."""
+
+    event_s: float
+    """What the profiler takes for an event."""
+    end_share: float
+    """The share of the time after the last op that is not nearpeak's."""
+
+
 _Instruction = tuple[int | None, float, int | None, float, int, float, int | None, float]
 """The kernel to wait for, seconds of work, the kernel to launch, and of that its seconds, stream, gap, the kernel of
 another stream that it follows, and at what distance. A plain tuple: most of the time of a replay goes into the loop
 over these."""
+
+
+def _log_ratio(value: float, other: float) -> float:
+    """How far apart two times are, the same whichever is the longer."""
+    return abs(math.log(max(value, _NO_TIME) / max(other, _NO_TIME)))
 
 
 def bisect_decreasing(function: Callable[[float], float], wanted: float, start: float, end: float) -> float:
@@ -387,10 +422,8 @@ class StepReplay:
     def __init__(self, timeline: StepTimeline, wall_s: float) -> None:
         self.timeline = timeline
         self.wall_s = wall_s
-        self.event_s, self.edges = self._calibrate()
-        """What the profiler takes for an event on the host, and the share of the time at the edges that clean steps
-        have."""
-        self._clean = self._clean_seconds(self.event_s, self.edges)
+        self.host_speed = self._calibrate()
+        self._clean = self._clean_seconds(self.host_speed)
         self.unchanged = self._run(UNCHANGED, self._clean)
 
     @property
@@ -401,7 +434,7 @@ class StepReplay:
     @property
     def is_good(self) -> bool:
         """Whether the replay describes the step."""
-        return abs(self.residual) <= MAX_RESIDUAL
+        return -MAX_MISSING <= self.residual <= MAX_EXCESS
 
     def step(self, change: Change) -> StepTime:
         """The time of the step with a change."""
@@ -409,47 +442,60 @@ class StepReplay:
         return StepTime(max(time.busy_s, time.seconds - change.idle_s), time.busy_s)
 
     def saving(self, change: Change, *, after: Change = UNCHANGED) -> StepTime:
-        """What a change saves of the clean step, after another one.
-
-        Time of the step that the replay does not have is not saved; where the replay takes longer than the step, all of
-        it is shortened.
-        """
+        """What a change saves of the clean step, after another one: the same share as of the replay."""
         before = self.unchanged if after == UNCHANGED else self.step(after)
         changed = self.step(change if after == UNCHANGED else combine([after, change]))
-        scale = min(1.0, self.wall_s / self.unchanged.seconds) if self.unchanged.seconds else 1.0
+        scale = self.wall_s / self.unchanged.seconds if self.unchanged.seconds else 1.0
         return StepTime((before.seconds - changed.seconds) * scale, (before.busy_s - changed.busy_s) * scale)
 
-    def _clean_seconds(self, event_s: float, edges: float) -> list[float]:
-        """The work of the pieces without the profiler, and with this share of the time at the edges of the step."""
+    def _clean_seconds(self, host: _HostSpeed) -> list[float]:
+        """The work of the pieces without the profiler."""
         return [
-            max(_LEAST_OF_PIECE * piece.seconds, piece.seconds - event_s * piece.events)
-            * (edges if piece.edge else 1.0)
+            max(_LEAST_OF_PIECE * piece.seconds, piece.seconds - host.event_s * piece.events)
+            * (host.end_share if piece.after_last_op else 1.0)
             for piece in self.timeline.pieces
         ]
 
-    def _calibrate(self) -> tuple[float, float]:
-        """The time per event, and the share of the time at the edges, with which the step takes `wall_s`.
+    def _calibrate(self) -> _HostSpeed:
+        """How much slower the profiler made the host.
 
-        Where the device alone decides, all do with which the host keeps ahead of it. Then the profiler slows down the
-        host as much as it usually does, and what is at the edges is nearpeak's. A step that takes longer has time at
-        its edges too, and then slower ops.
+        As a rule it does so by `PROFILER_SLOWDOWN`, and what follows the last op is nearpeak's own. A step that takes
+        another time had a faster or slower host, or one with work after its last op, if that is the likelier
+        explanation: where the device decides, the host would have to be many times slower before it did, and kernels
+        that took a few percent longer are likelier.
         """
+        pieces = self.timeline.pieces
+        recorded_s = sum(piece.seconds for piece in pieces if piece.events)
+        usual_s = recorded_s * (1.0 - 1.0 / PROFILER_SLOWDOWN) / max(1, sum(piece.events for piece in pieces))
+        usual = _HostSpeed(min(_MAX_EVENT_S, usual_s), 0.0)
 
-        def step_s(event_s: float, edges: float) -> float:
-            return self._run(UNCHANGED, self._clean_seconds(event_s, edges)).seconds
+        def step_s(host: _HostSpeed) -> float:
+            return self._run(UNCHANGED, self._clean_seconds(host)).seconds
 
-        wanted = max(self.wall_s, step_s(_MAX_EVENT_S, 0.0))
-        events = sum(piece.events for piece in self.timeline.pieces)
-        slowed_s = sum(piece.seconds for piece in self.timeline.pieces if piece.events)
-        typical = min(_MAX_EVENT_S, slowed_s * (1.0 - 1.0 / PROFILER_SLOWDOWN) / max(1, events))
-        time = step_s(typical, 0.0)
+        def unlikeliness(host: _HostSpeed) -> float:
+            changed = _log_ratio(self._host_seconds(host), self._host_seconds(usual))
+            return changed / _HOST_SPREAD + _log_ratio(step_s(host), wanted) / _DEVICE_SPREAD
+
+        wanted = max(self.wall_s, step_s(_HostSpeed(_MAX_EVENT_S, 0.0)))
+        time = step_s(usual)
         if abs(time - wanted) <= _CALIBRATED * wanted:
-            return typical, 0.0
+            return usual
         if time > wanted:
-            return bisect_decreasing(lambda event_s: step_s(event_s, 0.0), wanted, typical, _MAX_EVENT_S), 0.0
-        if step_s(typical, 1.0) > wanted:
-            return typical, bisect_decreasing(lambda edges: step_s(typical, edges), wanted, 1.0, 0.0)
-        return bisect_decreasing(lambda event_s: step_s(event_s, 1.0), wanted, 0.0, typical), 1.0
+            other = _HostSpeed(
+                bisect_decreasing(lambda x: step_s(_HostSpeed(x, 0.0)), wanted, usual.event_s, _MAX_EVENT_S), 0.0
+            )
+        elif step_s(_HostSpeed(usual.event_s, 1.0)) > wanted:
+            share = bisect_decreasing(lambda x: step_s(_HostSpeed(usual.event_s, x)), wanted, 1.0, 0.0)
+            other = _HostSpeed(usual.event_s, share)
+        else:
+            event_s = bisect_decreasing(lambda x: step_s(_HostSpeed(x, 1.0)), wanted, 0.0, usual.event_s)
+            other = _HostSpeed(event_s, 1.0)
+        return min(usual, other, key=unlikeliness)
+
+    def _host_seconds(self, host: _HostSpeed) -> float:
+        """The work of the host that depends on its speed."""
+        clean = zip(self.timeline.pieces, self._clean_seconds(host), strict=True)
+        return sum(seconds for piece, seconds in clean if piece.events or piece.after_last_op)
 
     def _run(self, change: Change, host_seconds: Sequence[float]) -> StepTime:
         """Replays steps in a row until their time does not change any more."""

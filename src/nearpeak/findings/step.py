@@ -130,18 +130,21 @@ class Step:
         """What a second of idle time is worth: less than 1 if GEMMs run above the rate that the machine sustains.
 
         A GPU at its power limit lowers its clock. In a step with many rests, GEMMs may run above the sustained rate;
-        without the rests they do not, to the extent that GEMMs are what the device does.
+        without the rests they do not, to the extent that GEMMs are what the device does. They lose no more than the
+        rests allow: power grows with the third power of the clock, so that the clock at a power limit is as the third
+        root of the share of rests would have it.
         """
         limits = self.machine.achievable
         idle_s = sum(cause.seconds for cause in self.profile.idle)
         if limits is None or not limits.matrix_sustained or not idle_s or not self.profile.kernel_s:
             return 1.0
         rates = limits.matrix_sustained
+        longest = ((self.profile.kernel_s + idle_s) / self.profile.kernel_s) ** (1 / 3)
         slower_s = 0.0
         for cost, op in zip(self.costs, self.measured, strict=True):
             sustained_s = sum(count / rates[dtype] for dtype, count in cost.flops.items() if dtype in rates)
             if sustained_s and op.measured_s:
-                slower_s += max(0.0, sustained_s - op.measured_s)
+                slower_s += max(0.0, min(sustained_s, longest * op.measured_s) - op.measured_s)
         return max(0.0, 1.0 - slower_s * self.matrix_time_share / idle_s)
 
     @cached_property

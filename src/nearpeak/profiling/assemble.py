@@ -436,7 +436,8 @@ def attribute_idle(
     """
     device, host = _activities(recorded, traced, to_traced)
     start = max(min((activity.start_s for activity in device), default=0.0), 0.0)
-    end = max(max((activity.end_s for activity in device), default=0.0), recorded.wall_s)
+    host_end_s = recorded.host_end_s if recorded.kernels else recorded.wall_s
+    end = max(max((activity.end_s for activity in device), default=0.0), host_end_s)
     return attribute(
         device,
         host,

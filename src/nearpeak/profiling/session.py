@@ -802,16 +802,18 @@ class Session:
 
     def _begin(self, phase: str) -> None:
         if phase in ("profiler start", "profiled"):
+            # All of this before the step begins: it would be time of the host in it, milliseconds the first time.
+            # On a CPU, ops are the kernels, and there is no common clock to average over.
+            on_gpu = _gpu_was_used()
+            self.schedule.most_profiled = PROFILED_STEPS if on_gpu else 1
+            self.schedule.times_again = not self._stop and (self.schedule.host_ahead or not on_gpu)
+            if phase == "profiled" and not self._profiled:
+                self._watch.begin()
             # A second profiler would replace a running one, and the user's code would find its own one empty.
             if self._profiler is not None:
                 self._profiler.next_step()
             elif not _profiler_runs():
                 self._profiler = Profiler()
-            # On a CPU, ops are the kernels, and there is no common clock to average over.
-            self.schedule.most_profiled = PROFILED_STEPS if _gpu_was_used() else 1
-            self.schedule.times_again = not self._stop and (self.schedule.host_ahead or not _gpu_was_used())
-            if phase == "profiled" and not self._profiled:
-                self._watch.begin()
             self._step_start = self.guard.program_time()
         elif phase == "traced":
             if self._recorded is None:
