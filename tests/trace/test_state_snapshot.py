@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nearpeak.errors import UsageError
 from nearpeak.profiling.estimate import estimate
 from nearpeak.trace.fake import fake
+from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.trace import trace
 
 GLOBAL_CACHE: dict[str, object] = {}
@@ -736,3 +737,18 @@ def test_a_program_goes_on_as_without_an_estimate(make):
         return [tensor.clone() for tensor in model.state_dict().values()]
 
     assert all(torch.equal(a, b) for a, b in zip(weights(0), weights(2), strict=True))
+
+
+def test_a_test_is_looked_at_and_not_the_session_that_runs_it(request):
+    """An assertion names pytest's own module, from which everything that was collected can be reached."""
+
+    def step(x):
+        assert x.sum() < 3
+        GLOBAL_LIST.append(request.node)
+        return x + 1
+
+    snapshot = StateSnapshot()
+    snapshot.meet(step)
+    met = snapshot._states._met
+    assert id(GLOBAL_LIST) in met and id(request) in met
+    assert id(request.session.__dict__) not in met and len(met) < 1000

@@ -223,7 +223,9 @@ def _visit_of(kind: type) -> _Visit | None:
 
 _STANDARD_LIBRARY = sys.stdlib_module_names - {"collections", "types", "argparse", "contextlib", "weakref"}
 _INTERNAL_PREFIXES = ("_cython", "torch._", "torch.fx.", "torch.jit.", "torch.library", "torch.autograd.")
-_NOT_OF_USERS = frozenset({"nearpeak", "numpy", "builtins", "triton", "IPython"}) | _STANDARD_LIBRARY
+_NOT_OF_USERS = (
+    frozenset({"nearpeak", "numpy", "builtins", "triton", "IPython", "pytest", "_pytest", "pluggy"}) | _STANDARD_LIBRARY
+)
 
 
 def _has_user_state(kind: type) -> bool:
