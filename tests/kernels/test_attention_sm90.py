@@ -13,7 +13,6 @@ pytest.importorskip("triton.experimental.gluon")
 from nearpeak import kernels
 from nearpeak.kernels._runtime import gluon, launch
 from nearpeak.kernels.attention import backends, sm90
-from nearpeak.kernels.attention import triton as portable
 from nearpeak.kernels.attention.triton import AttentionProblem
 
 BF16 = torch.bfloat16
@@ -58,15 +57,14 @@ def test_what_cannot_be_copied_is_left_to_the_portable_kernels():
 
 
 def test_a_device_without_these_kernels(monkeypatch):
-    monkeypatch.setattr(gluon, "INTERPRETED", False)
-    monkeypatch.setattr(gluon, "_is_hopper", lambda index: False)
-    assert backends.backend_of(problem(2, 4, 100, 64)) is portable
+    monkeypatch.setattr(gluon, "runs_on", lambda device: False)
+    assert backends.choose(problem(2, 4, 100, 64)) == "triton"
 
 
 def test_the_first_backend_that_takes_a_problem_runs(monkeypatch):
     monkeypatch.setattr(gluon, "runs_on", lambda device: True)
-    assert backends.backend_of(problem(2, 4, 100, 64)) is sm90
-    assert backends.backend_of(problem(2, 4, 100, 64, dropout=0.1)) is portable
+    assert backends.choose(problem(2, 4, 101, 64)) == "gluon"
+    assert backends.choose(problem(2, 4, 101, 64, dropout=0.1)) == "triton"
 
 
 class Program:

@@ -11,29 +11,23 @@ import torch
 import triton
 from torch import Tensor
 
-from nearpeak.kernels._runtime.policy import INTERPRETED, cuda_capability
+from nearpeak.kernels._runtime.policy import INTERPRETED, is_hopper
 
 _TRITON_VERSION = (3, 6)
 """The version whose Gluon the kernels of this package are written for; Gluon changes with each."""
-_HOPPER = (9, 0)
 _TRITON_DTYPE_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}
 """The dtypes that Triton names differently than torch."""
 
 
 def runs_on(device: torch.device) -> bool:
     """Whether Gluon kernels for Hopper run on a device, or can be compiled if there is no GPU."""
-    return not INTERPRETED and _has_supported_gluon() and _is_hopper(device.index if device.type == "cuda" else None)
+    return not INTERPRETED and _has_supported_gluon() and (device.type != "cuda" or is_hopper(device.index or 0))
 
 
 @functools.cache
 def _has_supported_gluon() -> bool:
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
     return version == _TRITON_VERSION and importlib.util.find_spec("triton.experimental.gluon") is not None
-
-
-@functools.cache
-def _is_hopper(index: int | None) -> bool:
-    return index is None or cuda_capability(index) == _HOPPER
 
 
 def descriptor(x: Tensor, block: list[int]) -> Any:

@@ -39,6 +39,8 @@ class Operator:
         reference: The same in plain torch, for arguments that the kernel does not support.
         fake: Empty results of the right shape, dtype and strides.
         why_not: The reason why the kernel does not support these arguments, or None.
+        finish: Gives results the strides of those of `fake`, which compiled code relies on. Eager calls have what the
+            launcher returns. None if launchers return such strides anyway.
         setup_context: As in `torch.autograd.Function`: saves what the backward pass needs.
         backward: As in `torch.autograd.Function`. None for an operator without derivatives.
     """
@@ -51,6 +53,7 @@ class Operator:
         reference: Callable[..., Any],
         fake: Callable[..., Any],
         why_not: Callable[..., str | None],
+        finish: Callable[..., Any] | None = None,
         setup_context: Callable[..., None] | None = None,
         backward: Callable[..., Any] | None = None,
     ) -> None:
@@ -58,6 +61,7 @@ class Operator:
         self._backends = backends
         self._reference = reference
         self._why_not = why_not
+        self._finish = finish
         self._launcher: Callable[..., Any] | None = None
         self._replays = ReplayCache()
         _library.define(schema)
@@ -96,7 +100,10 @@ class Operator:
 
     def _run(self, *args: Any) -> Any:
         """The implementation that torch's dispatcher calls: in compiled code, and for calls of the operator by name."""
-        return self._launch(*args) if self._why_not(*args) is None else self._reference(*args)
+        if self._why_not(*args) is not None:
+            return self._reference(*args)
+        result = self._launch(*args)
+        return result if self._finish is None else self._finish(*result)
 
 
 def refuse_second_derivative(name: str) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 
 from nearpeak.errors import KernelUnavailable, UsageError, did_you_mean
 from nearpeak.kernels._runtime.replay import ReplayCache
+
+if TYPE_CHECKING:
+    from nearpeak.kernels._runtime.choice import Choice
 
 Mode = Literal["auto", "require", "off"]
 _P = ParamSpec("_P")
@@ -27,6 +31,9 @@ VENDORS = ("nvidia",)
 """Vendors of the GPUs that operations have kernels for."""
 _VENDOR = "nvidia" if torch.version.hip is None else "amd"
 _OLDEST = (8, 0)
+_HOPPER = (9, 0)
+_HOPPER_NAME = re.compile(r"\bG?H(100|200|800|20)")
+"""H100, H200 and GH200, and the H800 and H20 of other markets, with letters of their variants."""
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _mode: Mode = "auto"
 
@@ -46,6 +53,8 @@ class Support:
 
     reason: str
     """Why not; empty if it does."""
+    choice: Choice | None = None
+    """Which backend runs the forward pass, and why, where the operation has several; None elsewhere."""
 
     def __bool__(self) -> bool:
         return not self.reason
@@ -61,22 +70,57 @@ def supports(function: Callable[_P, object], *args: _P.args, **kwargs: _P.kwargs
     why_not = getattr(function, "why_not", None)
     if why_not is None:
         raise UsageError(f"supports() takes a function of nearpeak.kernels, and {function!r} is none.")
-    return Support(reason=why_not(*args, **kwargs) or "")
+    reason = why_not(*args, **kwargs) or ""
+    if reason or not getattr(function, "has_choice", False):
+        return Support(reason=reason)
+    from nearpeak.kernels._runtime.choice import explained_choice
+
+    with _without_replays():
+        return Support(reason="", choice=explained_choice(function, args, kwargs))
 
 
 @contextmanager
-def using(mode: Mode) -> Iterator[None]:
+def using(mode: Mode | None = None, *, backend: str | None = None) -> Iterator[None]:
     """Sets the mode inside of the block, for the whole process: "auto" runs kernels where they can run and references
     elsewhere, "require" raises `KernelUnavailable` instead of running a reference, "off" always runs references.
 
-    The environment variable NEARPEAK_KERNELS sets the mode that a process starts with.
+    Args:
+        mode: None leaves the mode as it is. The environment variable NEARPEAK_KERNELS sets the one that a process
+            starts with.
+        backend: "gluon", "triton", "torch", "cudnn" or "flash": operations that have several backends take this one,
+            forward and backward, and raise `KernelUnavailable` where it does not support the arguments. None leaves
+            the choice to them.
     """
-    before = _mode
-    _set_mode(mode)
+    from nearpeak.kernels._runtime.choice import BACKENDS, force_backend, forced_backend
+
+    if backend is not None and backend not in BACKENDS:
+        raise UsageError(f"There is no backend {backend!r} of kernels. {did_you_mean(backend, BACKENDS)}")
+    before, backend_before = _mode, forced_backend()
+    _set_mode(before if mode is None else mode)
+    if backend is None:
+        try:
+            yield
+        finally:
+            _set_mode(before)
+        return
+    force_backend(backend)
+    try:
+        with _without_replays():
+            yield
+    finally:
+        force_backend(backend_before)
+        _set_mode(before)
+
+
+@contextmanager
+def _without_replays() -> Iterator[None]:
+    """Inside, calls do what they would do the first time."""
+    before = ReplayCache.enabled
+    ReplayCache.enabled = False
     try:
         yield
     finally:
-        _set_mode(before)
+        ReplayCache.enabled = before
 
 
 def _set_mode(mode: str) -> None:
@@ -106,7 +150,11 @@ def _simulated_capability() -> tuple[int, int] | None:
 
 
 def fused(
-    *, reference: Callable[..., Any], why_not: Callable[..., str | None], replayable: bool = True
+    *,
+    reference: Callable[..., Any],
+    why_not: Callable[..., str | None],
+    replayable: bool = True,
+    has_choice: bool = False,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a function run its own body if `why_not` returns no reason against it, and `reference` otherwise.
 
@@ -115,6 +163,7 @@ def fused(
     Args:
         replayable: Whether the arguments alone determine what the body does. False if it depends on autocast, for
             example: then calls are never replayed.
+        has_choice: Whether its operator has several backends, of which `supports` names the one that runs.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -138,6 +187,7 @@ def fused(
 
         call.why_not = why_not  # type: ignore[attr-defined]
         call.reference = reference  # type: ignore[attr-defined]
+        call.has_choice = has_choice  # type: ignore[attr-defined]
         return call
 
     return decorate
@@ -187,6 +237,12 @@ def cuda_capability(index: int) -> tuple[int, int] | None:
     if _VENDOR != "nvidia" or not torch.cuda.is_available() or index >= torch.cuda.device_count():
         return None  # the last: a fake tensor of a GPU that is not there
     return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def is_hopper(index: int) -> bool:
+    """Whether a GPU is one of NVIDIA's Hopper generation, by its name too: AMD's MI200 reports capability (9, 0)."""
+    return cuda_capability(index) == _HOPPER and _HOPPER_NAME.search(torch.cuda.get_device_name(index)) is not None
 
 
 _AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(name))

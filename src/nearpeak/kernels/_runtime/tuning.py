@@ -69,7 +69,8 @@ def _tuned(kernel: str, size: int, index: int | None) -> dict[str, Any] | None:
 
 @functools.cache
 def _table(generation: int) -> dict[str, list[dict[str, Any]]]:
-    tables = {int(path.name[2:-5]): path for path in files("nearpeak.kernels").joinpath("tables").iterdir()}
+    paths = files("nearpeak.kernels").joinpath("tables").iterdir()
+    tables = {int(path.name[2:-5]): path for path in paths if path.name[2:-5].isdigit()}  # others are of choices
     known = [number for number in tables if number <= generation]
     table: dict[str, list[dict[str, Any]]] = json.loads(tables[max(known)].read_text()) if known else {}
     return table

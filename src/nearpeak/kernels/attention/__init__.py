@@ -5,8 +5,8 @@ reads these and the gradient of the result, and writes three gradients. Keys and
 queries, mostly from the L2 cache. Nothing of size queries * keys is stored, except a bias that the caller passes, and
 its gradient.
 
-The kernels are in `triton` (portable) and `sm90` (Gluon, for Hopper), `backends` chooses between them, `tuning` has
-their configurations, and `reference` is the same in plain torch.
+The kernels are in `triton` (portable) and `sm90` (Gluon, for Hopper), `library` calls those of torch, `backends`
+chooses between them, `tuning` has configurations, and `reference` is the same in plain torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
 from nearpeak.kernels._runtime.policy import cannot_run, fused
 from nearpeak.kernels.attention.reference import (
+    as_token_major,
     attention_backward,
     attention_forward,
     empty_token_major,
@@ -221,6 +222,9 @@ _backward = Operator(
     reference=attention_backward,
     fake=_fake_backward,
     why_not=_backward_why_not,
+    finish=lambda *gradients: (
+        tuple(as_token_major(x) if x.dim() == 4 and x.numel() else x for x in gradients[:3]) + gradients[3:]
+    ),
 )
 _forward = Operator(
     f"attention({_TENSOR_SCHEMA}, {_OPTION_SCHEMA}) -> (Tensor, Tensor)",
@@ -228,6 +232,7 @@ _forward = Operator(
     reference=_operator_reference,
     fake=_fake_forward,
     why_not=operator_why_not,
+    finish=lambda result, lse: (as_token_major(result), lse),
     setup_context=_setup_context,
     backward=_autograd_backward,
 )
@@ -246,7 +251,7 @@ def _attention_reference(query: Tensor, key: Tensor, value: Tensor, *, return_ls
     return (result, lse) if return_lse else result
 
 
-@fused(reference=_attention_reference, why_not=_attention_why_not)
+@fused(reference=_attention_reference, why_not=_attention_why_not, has_choice=True)
 def attention(
     query: Tensor,
     key: Tensor,
@@ -296,12 +301,17 @@ def attention(
         return_lse: Also returns the log-sum-exp of the scores, float32 of [batch, heads, queries], which is
             differentiable like the result.
 
-    The result is [batch, heads, queries, value dim] in the dtype of the value, with tokens before heads in memory:
-    `result.transpose(1, 2).flatten(2)` does not copy. A query that sees no key has zeros, and -inf as log-sum-exp.
+    The result is [batch, heads, queries, value dim] in the dtype of the value. Tokens come before heads in memory, so
+    that `result.transpose(1, 2).flatten(2)` does not copy, unless they do not in the query and a kernel of torch runs.
+    A query that sees no key has zeros, and -inf as log-sum-exp.
 
     Products are in the dtype of the tensors, to which weights are rounded, and all sums in float32. float32 is
     multiplied in full precision, without tensor cores, and is slow. The backward pass saves the inputs, the result and
-    the log-sum-exp. Gradients are bitwise reproducible.
+    the log-sum-exp.
+
+    Which backend runs is chosen by size, see `supports`: this package's kernels, or cuDNN or FlashAttention-2 as torch
+    has them. Gradients of torch's are not bitwise reproducible. They are always after
+    `torch.use_deterministic_algorithms(True)`, and with `using(backend="gluon")` or "triton".
     """
     result, lse = _forward(
         *operator_arguments(
@@ -327,7 +337,7 @@ def _attention_packed_why_not(
     )
 
 
-@fused(reference=_attention_packed_reference, why_not=_attention_packed_why_not)
+@fused(reference=_attention_packed_reference, why_not=_attention_packed_why_not, has_choice=True)
 def attention_packed(
     query: Tensor,
     key: Tensor,
@@ -397,7 +407,7 @@ def _torch_attention(*args: Any, **options: Any) -> Tensor:
     return functional.scaled_dot_product_attention(*args, **options)
 
 
-@fused(reference=_torch_attention, why_not=_scaled_dot_product_why_not)
+@fused(reference=_torch_attention, why_not=_scaled_dot_product_why_not, has_choice=True)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -1,13 +1,12 @@
-"""The table of attention backends: for each call, the first one that supports it on its device runs.
+"""The backends of attention, and which of them runs.
 
-A backend is a module with `takes(problem)`, `forward(problem)` and `backward(problem, ...)`. Kernels for another vendor
-or architecture are one more row.
+"gluon" (`sm90`) and "triton" are this package's kernels, "cudnn" and "flash" torch's (`library`). Forward and backward
+passes choose on their own: what they exchange, the result and the log-sum-exp, is the same for all. Kernels for another
+vendor or architecture are one more name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -15,49 +14,81 @@ import torch
 from torch import Tensor
 
 from nearpeak.kernels._runtime import gluon
-from nearpeak.kernels.attention.triton import AttentionProblem
+from nearpeak.kernels._runtime.choice import OF_TORCH, Chooser
+from nearpeak.kernels.attention import library
+from nearpeak.kernels.attention.triton import AttentionProblem, Gradients
+
+_MODULES = {"gluon": "nearpeak.kernels.attention.sm90", "triton": "nearpeak.kernels.attention.triton"}
+"""Imported at the first call that may use it, as not every version of Triton has Gluon."""
+FEATURES = (
+    "heads", "group", "queries", "keys", "dim", "value_dim", "causal", "window", "packed", "tokens_first", "itemsize",
+)  # fmt: skip
+"""By which a backend is chosen: heads of all batches, and heads of queries that share a head of keys."""
+_forward_chooser = Chooser("attention", FEATURES)
+_backward_chooser = Chooser("attention_backward", FEATURES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backend:
-    """Kernels of attention."""
-
-    module: str
-    """Imported at the first call that may use it, as not every version of Triton has Gluon."""
-    runs_on: Callable[[torch.device], bool]
-
-
-BACKENDS = (
-    Backend(module="nearpeak.kernels.attention.sm90", runs_on=lambda device: gluon.runs_on(device)),
-    Backend(module="nearpeak.kernels.attention.triton", runs_on=lambda device: True),
-)
-"""Fastest first."""
+def candidates(problem: AttentionProblem, *, backward: bool = False) -> list[str]:
+    """The backends that take a problem: torch's first, then this package's, the fastest first."""
+    names = library.supported(problem, backward=backward)
+    if gluon.runs_on(problem.query.device) and import_module(_MODULES["gluon"]).takes(problem):
+        names.append("gluon")
+    return [*names, "triton"]
 
 
-def backend_of(problem: AttentionProblem) -> Any:
-    """The module of the first backend that takes a problem."""
-    for backend in BACKENDS:
-        if backend.runs_on(problem.query.device):
-            module: Any = import_module(backend.module)
-            if module.takes(problem):
-                return module
-    raise AssertionError("the portable kernels take every problem")
+def features(problem: AttentionProblem) -> tuple[float, ...]:
+    """The values of `FEATURES`."""
+    query = problem.query
+    return (
+        problem.batches * problem.heads, problem.group, problem.max_queries, problem.max_keys, problem.dim,
+        problem.value_dim, problem.right >= 0, max(problem.left, 0), problem.packed,
+        query.stride(1) <= query.stride(2), problem.itemsize,
+    )  # fmt: skip
+
+
+def choose(problem: AttentionProblem, *, backward: bool = False, only_own: bool = False) -> str:
+    """The name of the backend that runs.
+
+    Args:
+        only_own: Whether torch's are no candidates, which take no gradient of the log-sum-exp.
+    """
+    chooser = _backward_chooser if backward else _forward_chooser
+    tensors = (problem.query, problem.key, problem.value)
+    key = (
+        *((x.shape, x.stride(), x.data_ptr() & 15) for x in tensors), problem.query.dtype, problem.query.device,
+        problem.is_plain, problem.packed, problem.max_queries, problem.max_keys, problem.left, problem.right,
+        problem.bottom_right, problem.sinks is None, problem.seed is None, problem.dropout == 0.0, only_own,
+        torch.are_deterministic_algorithms_enabled(),
+    )  # fmt: skip
+    known = chooser.known(key)
+    if known is not None:
+        return known
+    names = candidates(problem, backward=backward)
+    if only_own:
+        names = [name for name in names if name not in OF_TORCH]
+    return chooser.choose(key, names, features(problem), problem.query.device)
 
 
 def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The result, token-major in memory, and the log-sum-exp of the scores in float32."""
+    """The result, and the log-sum-exp of the scores in float32."""
     problem = AttentionProblem(*arguments)
-    result: tuple[Tensor, Tensor] = backend_of(problem).forward(problem)
+    name = choose(problem)
+    if name in OF_TORCH:
+        return library.forward(name, problem)
+    result: tuple[Tensor, Tensor] = import_module(_MODULES[name]).forward(problem)
     return result
 
 
 def backward(
     gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor, *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Gradients:  # fmt: skip
     """The gradients of query, key, value, bias and sinks; empty tensors for those that are not needed."""
     *inputs, for_query, for_keys, for_bias, for_sinks = arguments
     problem = AttentionProblem(*inputs)
-    gradients: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = backend_of(problem).backward(
+    name = choose(problem, backward=True, only_own=lse_gradient is not None)
+    if name in OF_TORCH:
+        return library.backward(name, problem, gradient, result, lse, for_query, for_keys)
+    gradients: Gradients = import_module(_MODULES[name]).backward(
         problem, gradient, lse_gradient, result, lse, for_query, for_keys, for_bias, for_sinks
     )
     return gradients

@@ -90,6 +90,12 @@ def to_token_major(x: Tensor) -> Tensor:
     return empty_token_major(x, batches, heads, tokens, dim).copy_(x)
 
 
+def as_token_major(x: Tensor) -> Tensor:
+    """The tensor itself if tokens come before heads in memory; otherwise a copy."""
+    _, heads, tokens, dim = x.shape
+    return x if x.stride() == (tokens * heads * dim, dim, heads * dim, 1) else to_token_major(x)
+
+
 def _repeat_heads(x: Tensor, query: Tensor) -> Tensor:
     """Keys or values for each head of queries."""
     group = query.shape[1] // x.shape[1]

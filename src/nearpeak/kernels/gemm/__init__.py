@@ -305,7 +305,7 @@ def _allows_tf32() -> bool:
 _allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compiled code is guarded by it anyway
 
 
-@fused(reference=gemm_reference, why_not=_why_not, replayable=False)
+@fused(reference=gemm_reference, why_not=_why_not, replayable=False, has_choice=True)
 def gemm(
     x: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: Activation | None = None,
     gated: bool = False, residual: Tensor | None = None, scale_x: Tensor | None = None,
@@ -314,8 +314,8 @@ def gemm(
 ) -> Tensor:  # fmt: skip
     """`activation(x @ weight.T + bias) + residual`, contiguous; with a gate `activation(gate) * up + residual`.
 
-    The epilogue is computed from float32 sums and rounded once. torch rounds after each step: 16-bit results are
-    slightly more accurate here, and not bitwise equal.
+    Which backend runs is chosen by size, see `supports`: this package's kernels compute the epilogue from float32 sums
+    and round once. Where cuBLAS is faster it computes the product, which is rounded before an activation, as in torch.
 
     Args:
         x: [..., features], in float32, bfloat16, float16, or float8_e4m3fn.

@@ -1,8 +1,8 @@
-"""The launchers of `gemm` and its portable Triton kernel.
+"""The launchers of `gemm`, which choose its backend, and its portable Triton kernel.
 
-A product is `a @ b.T` of two matrices with any strides. On Hopper, operands whose tiles TMA can copy go to the kernel
-in `sm90`. All other operands, other GPUs, and results of few tiles go to the portable kernel, which has smaller tiles
-and so more programs.
+A product is `a @ b.T` of two matrices with any strides. On Hopper, operands whose tiles TMA can copy may go to the
+kernel in `sm90` ("gluon"), all others to the portable kernel ("triton"), and 16- and 32-bit products to cuBLAS
+("torch"), with the epilogue by a kernel of its own. Each product of a backward pass chooses for itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime import gluon
+from nearpeak.kernels._runtime.choice import Chooser, torch_runs_on
 from nearpeak.kernels._runtime.launch import launch
 from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
 from nearpeak.kernels.gemm import BLOCK_SCALES, OUTER_SCALES, SCALE_BLOCK_SIZE, scale_kind
@@ -27,7 +28,13 @@ from nearpeak.kernels.gemm.tuning import (
     portable_heuristic,
     sm90_heuristic,
 )
-from nearpeak.kernels.pointwise.triton import activate, activation_backward, gated_packed_backward
+from nearpeak.kernels.pointwise.triton import (
+    activate,
+    activation_backward,
+    activation_forward,
+    gated_packed_backward,
+    gated_packed_forward,
+)
 
 _TILE_GROUP = 8
 """Rows of tiles that the portable kernel takes together."""
@@ -36,8 +43,17 @@ _CACHED_ROWS = 2048
 _SMALLEST_TILE = 128
 """Rows and columns of the smallest tile on Hopper."""
 _ALIGNED_BYTES = 16
+_FUSED_BY_CUBLAS = ("relu", "gelu_tanh")
+"""Activations of a product and a bias that cuBLAS applies itself."""
 
 Config = PortableConfig | Sm90Config
+FEATURES = (
+    "rows", "columns", "depth", "itemsize", "bias", "activation", "gated", "kept", "residual", "a_by_columns",
+    "b_by_columns", "last_wave",
+)  # fmt: skip
+"""By which a backend is chosen. Columns are those of the result; "last_wave" is the share of the multiprocessors' time
+that tiles of 128 x 256 fill, in percent."""
+_chooser = Chooser("gemm", FEATURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,13 +173,93 @@ def _multiply(
         return
     result = result.view(-1, result.shape[-1])
     preactivation = None if preactivation is None else preactivation.view(-1, preactivation.shape[-1])
-    on_hopper = fills_gpu(result) if config is None else isinstance(config, Sm90Config)
-    if on_hopper and takes_sm90(a, b, result, epilogue, scales):
+    if config is None:
+        backend = _choose(a, b, result, epilogue, scales)
+    else:
+        takes = isinstance(config, Sm90Config) and takes_sm90(a, b, result, epilogue, scales)
+        backend = "gluon" if takes else "triton"
+    if backend == "torch":
+        multiply_torch(a, b, result, preactivation, epilogue)
+    elif backend == "gluon":
         sm90_config = config if isinstance(config, Sm90Config) else None
         multiply_sm90(a, b, result, preactivation, epilogue, scales, sm90_config)
     else:
         portable_config = config if isinstance(config, PortableConfig) else None
         multiply_portable(a, b, result, preactivation, epilogue, scales, tf32, portable_config)
+
+
+def _choose(a: Tensor, b: Tensor, result: Tensor, epilogue: Epilogue, scales: Scales | None) -> str:
+    """The backend of a product. `result` is a matrix."""
+    residual = epilogue.residual
+    key = (
+        a.shape, a.stride(), b.shape, b.stride(), a.dtype, result.dtype, a.device,
+        (a.data_ptr() | b.data_ptr() | (0 if residual is None else residual.data_ptr())) % _ALIGNED_BYTES,
+        epilogue.bias is not None, epilogue.activation, epilogue.gated, epilogue.keep,
+        None if residual is None else (residual.stride(), residual.dtype),
+        None if scales is None else (scales.kind, scales.fast),
+    )  # fmt: skip
+    known = _chooser.known(key)
+    if known is not None:
+        return known
+    return _chooser.choose(key, candidates(a, b, result, epilogue, scales), features(a, b, epilogue), a.device)
+
+
+def candidates(a: Tensor, b: Tensor, result: Tensor, epilogue: Epilogue, scales: Scales | None) -> list[str]:
+    """The backends that take a product: cuBLAS first."""
+    names = ["torch"] if scales is None and result.dtype == a.dtype and torch_runs_on(a.device) else []
+    if not takes_sm90(a, b, result, epilogue, scales):
+        return [*names, "triton"]
+    # results of few tiles: the portable kernel has smaller ones, and so more programs
+    return [*names, *(("gluon", "triton") if fills_gpu(result) else ("triton", "gluon"))]
+
+
+def features(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[float, ...]:
+    """The values of `FEATURES`."""
+    rows, columns = a.shape[0], b.shape[0] // (2 if epilogue.gated else 1)
+    return (
+        rows, columns, a.shape[1], a.element_size(), epilogue.bias is not None, bool(epilogue.activation),
+        epilogue.gated, epilogue.keep, epilogue.residual is not None, _is_column_major(a), _is_column_major(b),
+        last_wave(rows, b.shape[0], processors(a.device)),
+    )  # fmt: skip
+
+
+def last_wave(rows: int, columns: int, programs: int) -> int:
+    """The share of the multiprocessors' time that tiles of 128 x 256 fill, in percent."""
+    tiles = -(-rows // 128) * -(-columns // 256)
+    return round(100 * tiles / (-(-tiles // programs) * programs))
+
+
+def multiply_torch(a: Tensor, b: Tensor, result: Tensor, preactivation: Tensor | None, epilogue: Epilogue) -> None:
+    """Computes a @ b.T by cuBLAS, and what it does not fuse of the epilogue by the next kernel.
+
+    The product is rounded to the dtype of the result before its activation.
+    """
+    bias = None if epilogue.bias is None else epilogue.bias.to(a.dtype)
+    residual = None if epilogue.residual is None else epilogue.residual.reshape(result.shape)
+    if not epilogue.activation:
+        if bias is None and residual is not None and residual.dtype == result.dtype:
+            torch.addmm(residual, a, b.t(), out=result)
+            return
+        _linear_into(result, a, b, bias)
+    elif bias is not None and epilogue.activation in _FUSED_BY_CUBLAS and not (epilogue.gated or epilogue.keep):
+        gelu = epilogue.activation != "relu"
+        torch._addmm_activation(bias, a, b.t(), use_gelu=gelu, out=result)
+    else:
+        product = a.new_empty(a.shape[0], b.shape[0]) if preactivation is None else preactivation
+        _linear_into(product, a, b, bias)
+        if epilogue.gated:
+            gated_packed_forward(product, epilogue.activation, False, out=result)
+        else:
+            activation_forward(product, None, epilogue.activation, out=result)
+    if residual is not None:
+        result.add_(residual)
+
+
+def _linear_into(result: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    if bias is None:
+        torch.mm(a, b.t(), out=result)
+    else:
+        torch.addmm(bias, a, b.t(), out=result)
 
 
 def multiply_portable(

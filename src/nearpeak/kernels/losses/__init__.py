@@ -648,12 +648,13 @@ def linear_cross_entropy(
     each token is only known in the backward pass: it computes the logits again, which makes four GEMMs of three.
 
     Memory beside inputs and gradients is that of the logits of one chunk. The gradient of the weight is the sum over
-    chunks. Each addition in bfloat16 rounds it by up to 1/256 of itself, so this is done for up to 4 chunks; for more
+    chunks. Each addition in bfloat16 rounds it by up to 1/256 of itself, so this is done for up to 8 chunks; for more
     it is accumulated in float32, which takes 4 more bytes per weight and rounds the share of every chunk once.
 
     Args:
         class_weight: (classes), a weight for each class, as `weight` of `cross_entropy`.
-        chunk_tokens: The number of tokens in a chunk; by default for logits of up to 512 MiB, and at least 128.
+        chunk_tokens: The number of tokens in a chunk. By default as few as take hardly more than the least time by a
+            model of the cost, with logits of up to 1 GiB; at least 128.
         accumulate_float32: Accumulate the gradient of the weight in float32 whatever the number of chunks.
         return_logprobs: Also returns the log-probability of each target. It is not differentiable; minus the loss with
             reduction="none" is the same and has a gradient.

@@ -10,6 +10,7 @@ with factors that are the same for a whole row. Ignored rows are not read.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.rows import LOWEST, exponential, merge_dimensions, tanh
-from nearpeak.kernels._runtime.tuning import from_row, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
 from nearpeak.kernels.losses import PARTS
 
 LONGEST_WHOLE_ROW = 32768
@@ -32,11 +33,18 @@ _LONGEST_NARROW_ROW = 4096
 _COUNT_BLOCK = 1024
 _SCALE_BLOCK = 8192
 _SCALE_PROGRAMS = 132 * 8
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = 2**30
 """The most memory for the logits of a chunk, unless the caller says how many tokens it has."""
-FEW_CHUNKS = 4
+FEW_CHUNKS = 8
 """Up to so many chunks, the gradient of the weight is accumulated in the dtype of the weight."""
 _SLICE_BYTES = 64 * 2**20
+_FLOP_PER_BYTE = 170
+"""16-bit FLOP in the time of one byte to or from memory: 700 TFLOP/s and 4.2 TB/s of large GEMMs and copies on an H200,
+`benchmarks/results/kernels_h200.json`."""
+_FLOP_PER_CHUNK = 1.4e10
+"""The same for the launches of a chunk, 20 us."""
+_WORTH = 1.01
+"""A chunk that needs more memory must be faster by this factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -762,15 +770,44 @@ def cross_entropy_long_rows_kernel(
                 tl.store(gradient_row + offset, blank, mask=(offset >= shift) & (offset < end))
 
 
-def tokens_per_chunk(tokens: int, columns: int, itemsize: int, requested: int) -> int:
-    """The number of tokens in a chunk: chunks of equal size, and a multiple of 128, for full tiles in the GEMMs."""
+def tokens_per_chunk(
+    tokens: int, columns: int, depth: int, itemsize: int, requested: int, device: torch.device
+) -> int:
+    """The number of tokens in a chunk: chunks of equal size, and a multiple of 128, for full tiles in the GEMMs.
+
+    The smallest one that takes hardly more than the least time by `_chunk_cost`.
+    """
     if requested > 0:
         return min(requested, max(tokens, 1))
-    largest = CHUNK_BYTES // (columns * itemsize)
-    largest = max(128, largest // 128 * 128)
-    chunks = max(1, -(-tokens // largest))
-    equal = -(-tokens // chunks)
-    return max(1, min(tokens, -(-equal // 128) * 128))
+    return _fastest_chunk(tokens, columns, depth, itemsize, processors(device))
+
+
+@functools.lru_cache(maxsize=1024)
+def _fastest_chunk(tokens: int, columns: int, depth: int, itemsize: int, programs: int) -> int:
+    largest = max(128, CHUNK_BYTES // (columns * itemsize) // 128 * 128)
+    fewest = max(1, -(-tokens // largest))
+    most = max(fewest, min(-(-tokens // 128), 2 * fewest + FEW_CHUNKS))
+    sizes = {-(-tokens // (128 * number)) * 128 for number in range(fewest, most + 1)}
+    costs = {size: _chunk_cost(tokens, size, columns, depth, itemsize, programs) for size in sizes if size}
+    least = min(costs.values(), default=0.0)
+    return max(1, min([tokens, *(size for size, cost in costs.items() if cost <= _WORTH * least)]))
+
+
+def _chunk_cost(tokens: int, chunk: int, columns: int, depth: int, itemsize: int, programs: int) -> float:
+    """What depends on the size of chunks, in FLOP: multiprocessors without a tile, and the gradient of the weight, which
+    each chunk but the first one reads and writes again.
+    """
+    chunks = -(-tokens // chunk)
+    cost = 0.0
+    for number, size in ((tokens // chunk, chunk), (1, tokens % chunk)):
+        # the logits, and the gradients of hidden and of the weight: rows and columns of each result
+        for rows, width in ((size, columns), (size, depth), (columns, depth)):
+            tiles = -(-rows // 128) * -(-width // 256)
+            waves = -(-tiles // programs)
+            cost += number * 2.0 * size * columns * depth * waves * programs / max(tiles, 1)
+    # in float32: a product written and read, and the sum read and written
+    weight_bytes = 2 * itemsize if chunks <= FEW_CHUNKS else 2 * itemsize + 8
+    return cost + (chunks - 1) * weight_bytes * columns * depth * _FLOP_PER_BYTE + chunks * _FLOP_PER_CHUNK
 
 
 class _GradientAccumulator:
@@ -858,7 +895,7 @@ def linear_cross_entropy_forward(
 
     losses, logprobs, entropies = by_token(), by_token(with_logprobs), by_token(with_entropy)
     statistics = torch.empty(2, count, dtype=torch.float32, device=hidden.device)
-    chunk = tokens_per_chunk(count, columns, hidden.element_size(), chunk_tokens)
+    chunk = tokens_per_chunk(count, *weight.shape, hidden.element_size(), chunk_tokens, hidden.device)
     wanted = (for_hidden, for_weight, for_bias)
     gradients = _GradientAccumulator(rows, weight, bias, -(-count // chunk), float32, wanted)
     # in float16 the share of a row in a mean of thousands underflows: keep the gradient of the sum until the end
@@ -895,7 +932,7 @@ def linear_cross_entropy_backward(
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = target.reshape(-1)
     above = upstream.reshape(-1)
-    chunk = tokens_per_chunk(len(rows), weight.shape[0], hidden.element_size(), chunk_tokens)
+    chunk = tokens_per_chunk(len(rows), *weight.shape, hidden.element_size(), chunk_tokens, hidden.device)
     wanted = (for_hidden, for_weight, for_bias)
     gradients = _GradientAccumulator(rows, weight, bias, -(-len(rows) // chunk), float32, wanted)
     for first, part, logits in _logits_by_chunk(rows, weight, bias, chunk):

@@ -209,7 +209,7 @@ _layer_norm = Operator(
 )
 
 
-@fused(reference=rms_norm_reference, why_not=_why_not_rms_norm)
+@fused(reference=rms_norm_reference, why_not=_why_not_rms_norm, has_choice=True)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> Tensor:
@@ -228,7 +228,7 @@ def rms_norm(
     return _rms_norm(x, weight, bias, eps, offset)[0]  # type: ignore[no-any-return]
 
 
-@fused(reference=layer_norm_reference, why_not=_why_not_layer_norm)
+@fused(reference=layer_norm_reference, why_not=_why_not_layer_norm, has_choice=True)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, computed in float32.
 

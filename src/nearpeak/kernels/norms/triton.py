@@ -45,6 +45,7 @@ from nearpeak.kernels._runtime.row_barrier import (
 from nearpeak.kernels._runtime.rows import rematerialize
 from nearpeak.kernels._runtime.strided_rows import StridedRows, row_start, strided_rows
 from nearpeak.kernels._runtime.tuning import processors
+from nearpeak.kernels.norms import library
 from nearpeak.kernels.norms.tuning import (
     BackwardConfig,
     BackwardTileConfig,
@@ -269,6 +270,8 @@ def rms_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, offset: float,
     *, config: ForwardConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if config is None and library.chooses_torch(x, weight, bias, offset, False):
+        return library.rms_norm(x, weight, eps)
     result, _, statistics = _forward(x, None, weight, bias, eps, offset, False, config)
     return result, statistics
 
@@ -276,6 +279,8 @@ def rms_norm(
 def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor]:
+    if config is None and library.chooses_torch(x, weight, bias, 0.0, True):
+        return library.layer_norm(x, weight, bias, eps)
     result, _, statistics = _forward(x, None, weight, bias, eps, 0.0, True, config)
     return result, statistics
 
@@ -676,6 +681,10 @@ def norm_backward(
     `x` is what was normalized: the sum where there was an addition. The gradient of x has the dtype of `gradient`, that
     of the residual has the dtype of `x`.
     """
+    if config is None and library.backward_chooses_torch(
+        gradient, x, sum_gradient, statistics, weight, bias, offset, centered, wants
+    ):
+        return library.norm_backward(gradient, x, statistics, weight, bias, centered, wants)
     dx = _empty_gradient(gradient, gradient.dtype, wants[0])
     dresidual = _empty_gradient(gradient, x.dtype, wants[1])
     dweight = _empty_parameter_gradient(gradient, weight, wants[2])

@@ -268,9 +268,11 @@ def sum_rows_kernel(partial, result, rows, columns, ROWS: tl.constexpr, BLOCK: t
     tl.store(result + column, tl.sum(total, 0, keep_dims=True).to(result.dtype.element_ty), mask=is_column)
 
 
-def activation_forward(x: Tensor, bias: Tensor | None, activation: str, *, config: TileConfig | None = None) -> Tensor:
+def activation_forward(
+    x: Tensor, bias: Tensor | None, activation: str, *, config: TileConfig | None = None, out: Tensor | None = None
+) -> Tensor:
     """The activation of x + bias, contiguous. Copies x if its last stride is not 1."""
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
+    result = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     if not x.numel():
         return result
     (x,) = as_tiles(x, flat=bias is None)
@@ -431,9 +433,11 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str, *, config: TileConf
     return result
 
 
-def gated_packed_forward(x: Tensor, activation: str, interleaved: bool, *, config: TileConfig | None = None) -> Tensor:
+def gated_packed_forward(
+    x: Tensor, activation: str, interleaved: bool, *, config: TileConfig | None = None, out: Tensor | None = None
+) -> Tensor:
     """The same from one tensor that contains both factors. Copies x if its last stride is not 1."""
-    result = x.new_empty([*x.shape[:-1], x.shape[-1] // 2])
+    result = x.new_empty([*x.shape[:-1], x.shape[-1] // 2]) if out is None else out
     if result.numel():
         _launch_gated(*_halves(as_rows(x), interleaved), result, activation, interleaved, config)
     return result

@@ -1,0 +1,223 @@
+"""`Chooser`: which backend of an operation runs for the sizes of a call.
+
+An operation has several backends: its kernel in Gluon, the portable one in Triton, and torch's own (cuBLAS, cuDNN,
+FlashAttention). Which one is fastest was measured, and `benchmarks/kernels/fit_choices.py` fits a decision tree on the
+measured cells of each operation, `tables/sm90_choices.json`. A node of the tree compares one feature of a call, such as
+its number of rows, and a leaf has the mean time of each backend relative to the fastest one.
+
+Without a tree for this GPU, and for sizes outside of the measured ones, the first candidate runs. Operations name
+torch's own kernel first wherever there is one, so that what was never measured is never slower than torch.
+
+The tree is asked once for each kind of call, which takes a few microseconds, and never times anything. `using` in
+`policy` forces a backend, `supports` shows the choice for some arguments, and `choices` all choices that were made.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any, Literal
+
+import torch
+
+from nearpeak.errors import KernelUnavailable
+from nearpeak.kernels._runtime.policy import cuda_capability
+
+BACKENDS = ("gluon", "triton", "torch", "cudnn", "flash")
+"""The names of all backends. Attention has two of torch: "torch" is the faster one of these."""
+OF_TORCH = ("torch", "cudnn", "flash")
+Basis = Literal["only", "measured", "not measured", "forced"]
+Tree = Mapping[str, Any]
+"""A node {"feature", "at_most", "below", "above"}, or a leaf {"cells", "relative"}."""
+
+_SLACK = 1.5
+"""Sizes up to so many times beyond the measured ones are like these."""
+_LEAST_GAIN = 0.01
+"""By so much another backend must be faster than the first candidate."""
+_MOST_CHOICES = 4096
+"""The choices of an operation are forgotten at this number: some sizes never come again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which backend of an operation runs, and why."""
+
+    operation: str
+    backend: str
+    candidates: tuple[str, ...]
+    """The backends that support the arguments; the first one runs if nothing is known."""
+    basis: Basis
+    """"only": it is the only candidate. "measured": of similar calls. "not measured": neither this GPU nor these sizes.
+    "forced": by `using`."""
+    relative: Mapping[str, float]
+    """The expected time of each candidate over that of the fastest backend; empty if it was not measured."""
+    features: Mapping[str, float]
+    """The sizes and options that decided."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChoiceModel:
+    """What was measured of one operation on one generation of GPUs."""
+
+    ranges: Mapping[str, tuple[float, float]]
+    """The smallest and the largest value of each feature in the measured cells."""
+    tree: Tree
+
+    def relative_times(self, features: Mapping[str, float]) -> Mapping[str, float]:
+        """The time of each backend over that of the fastest one; empty outside of what was measured."""
+        for name, (low, high) in self.ranges.items():
+            if not low / _SLACK <= features[name] <= high * _SLACK:
+                return {}
+        node = self.tree
+        while "feature" in node:
+            node = node["below" if features[node["feature"]] <= node["at_most"] else "above"]
+        relative: Mapping[str, float] = node["relative"]
+        return relative
+
+
+class _ThreadState(threading.local):
+    explains = False
+
+
+class Explanation(Exception):
+    """Raised in place of running a backend, by the call that `explained_choice` makes."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice.backend)
+        self.choice = choice
+
+
+_thread_state = _ThreadState()
+_forced: str | None = None
+_choosers: list[Chooser] = []
+
+
+class Chooser:
+    """Chooses the backend of one operation.
+
+    Args:
+        operation: Its name in the table of choices.
+        features: The names of the numbers by which trees decide.
+    """
+
+    def __init__(self, operation: str, features: tuple[str, ...]) -> None:
+        self.operation, self.features = operation, features
+        self._choices: dict[Hashable, Choice] = {}
+        _choosers.append(self)
+
+    def known(self, key: Hashable) -> str | None:
+        """The backend that was chosen for this key; None if `choose` has to be asked."""
+        choice = None if _forced or _thread_state.explains else self._choices.get(key)
+        return None if choice is None else choice.backend
+
+    def choose(self, key: Hashable, candidates: Sequence[str], values: Sequence[float], device: torch.device) -> str:
+        """The backend for a call, which is remembered by the key: all that candidates and features depend on.
+
+        Args:
+            candidates: The backends that support the call. The first one runs if nothing is known.
+            values: Of the features.
+        """
+        features = dict(zip(self.features, values, strict=True))
+        choice = choose(self.operation, tuple(candidates), features, _model(self.operation, device), _forced)
+        if _thread_state.explains:
+            raise Explanation(choice)
+        if _forced is None:
+            if len(self._choices) >= _MOST_CHOICES:
+                self._choices.clear()
+            self._choices[key] = choice
+        return choice.backend
+
+    @property
+    def choices(self) -> list[Choice]:
+        """What was chosen so far."""
+        return list(self._choices.values())
+
+
+def choose(
+    operation: str, candidates: tuple[str, ...], features: Mapping[str, float], model: ChoiceModel | None,
+    forced: str | None = None,
+) -> Choice:  # fmt: skip
+    """The fastest candidate, as far as the model knows."""
+    allowed = tuple(name for name in candidates if _is_allowed(name, forced))
+    if not allowed:
+        raise KernelUnavailable(
+            f"{operation} has no backend {forced!r} for these arguments. It has {', '.join(map(repr, candidates))}."
+        )
+    known = {} if model is None or len(allowed) == 1 else model.relative_times(features)
+    relative = {name: known[name] for name in allowed if name in known}
+    backend = allowed[0]
+    if backend in relative:
+        fastest = min(relative, key=relative.__getitem__)
+        if relative[fastest] < (1.0 - _LEAST_GAIN) * relative[backend]:
+            backend = fastest
+    basis: Basis = "measured" if allowed[0] in relative else "not measured"
+    if forced is not None:
+        basis = "forced"
+    elif len(candidates) == 1:
+        basis = "only"
+    return Choice(
+        operation=operation, backend=backend, candidates=candidates, basis=basis, relative=relative, features=features
+    )
+
+
+def _is_allowed(name: str, forced: str | None) -> bool:
+    return forced is None or name == forced or (forced == "torch" and name in OF_TORCH)
+
+
+def torch_runs_on(device: torch.device) -> bool:
+    """Whether backends of torch are candidates on a device: not where kernels are interpreted or compiled for tests."""
+    return device.type == "cuda"
+
+
+def forced_backend() -> str | None:
+    """The backend that every operation must take, if it has a choice."""
+    return _forced
+
+
+def force_backend(name: str | None) -> None:
+    """Makes every operation that has a choice take this backend; None lets them choose."""
+    global _forced  # one for all threads: autograd runs a backward pass on its own threads
+    _forced = name
+
+
+def choices() -> list[Choice]:
+    """All choices between backends that were made in this process, by operation and kind of call; see `supports`."""
+    return [choice for chooser in _choosers for choice in chooser.choices]
+
+
+def explained_choice(function: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Choice | None:
+    """The first choice that a call would make; None if it makes none. No kernel of an operation with a choice runs."""
+    _thread_state.explains = True
+    try:
+        with torch.no_grad():
+            function(*args, **kwargs)
+    except Explanation as explanation:
+        return explanation.choice
+    finally:
+        _thread_state.explains = False
+    return None
+
+
+def _model(operation: str, device: torch.device) -> ChoiceModel | None:
+    """What was measured of an operation on GPUs of this generation."""
+    capability = cuda_capability(device.index or 0) if device.type == "cuda" else None
+    return None if capability is None else measured_models(10 * capability[0] + capability[1]).get(operation)
+
+
+@functools.cache
+def measured_models(generation: int) -> Mapping[str, ChoiceModel]:
+    """The models of all operations that were measured on a generation of GPUs, such as 90; no neighbour's."""
+    path = files("nearpeak.kernels").joinpath("tables", f"sm{generation}_choices.json")
+    return read_models(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def read_models(table: Mapping[str, Any]) -> dict[str, ChoiceModel]:
+    """The models in a table of choices."""
+    return {
+        name: ChoiceModel(ranges={key: (low, high) for key, (low, high) in one["ranges"].items()}, tree=one["tree"])
+        for name, one in table["operations"].items()
+    }
