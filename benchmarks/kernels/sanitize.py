@@ -32,6 +32,7 @@ from torch import Tensor
 
 from nearpeak import kernels
 from nearpeak.kernels import ladder as kernels_ladder
+from nearpeak.kernels._runtime.choice import own_backends
 from nearpeak.kernels.gemm import grouped_triton
 from nearpeak.kernels.gemm.tuning import SM90_GROUPED_CONFIGS, SM90_GROUPED_GRADIENT_CONFIGS
 from nearpeak.kernels.optimizer import triton as optimizer_triton
@@ -360,7 +361,7 @@ def main() -> int:
 
         torch.autograd.set_multithreading_enabled(False)
         triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
-    with kernels.using("require"):
+    with kernels.using("require"), own_backends():
         for name, call in calls:
             print(f"{time.perf_counter() - start:6.1f} s  {name}", file=sys.stderr, flush=True)
             call()

@@ -355,11 +355,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     from nearpeak import kernels
+    from nearpeak.kernels._runtime.choice import own_backends
 
     start = time.perf_counter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     calls = random_calls(options.calls, options.most_tokens)
-    with kernels.using("require"):
+    with kernels.using("require"), own_backends():
         if options.work:
             work_through(Jobs(options.work), compile_jobs(calls, device), lambda: None)
             return 0

@@ -514,10 +514,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
         options.processes = 0
     from nearpeak import kernels
+    from nearpeak.kernels._runtime.choice import own_backends
 
     start = time.perf_counter()
     calls = random_calls(options.number, options.most or (MOST if device == "cuda" else MOST_ON_CPU))
-    with kernels.using("require"):
+    with kernels.using("require"), own_backends():
         if options.work:
             work_through(Jobs(options.work), compile_jobs(calls, device), lambda: None)
             return 0

@@ -171,7 +171,7 @@ def test_chunks():
     from nearpeak.kernels.losses.triton import tokens_per_chunk
 
     def chunk(tokens, columns, itemsize=2, requested=0, depth=2048):
-        return tokens_per_chunk(tokens, columns, depth, itemsize, requested, torch.device("cpu"))
+        return tokens_per_chunk(tokens, torch.empty(1).expand(columns, depth), itemsize, requested)
 
     assert chunk(8192, 128256) == 4096
     assert chunk(5, 128256) == 5
@@ -187,10 +187,10 @@ def test_chunks_of_a_language_model(depth):
 
     for tokens in (4096, 8192, 16384):
         for columns in (32000, 128256, 151936):
-            chunk = tokens_per_chunk(tokens, columns, depth, 2, 0, torch.device("cpu"))
+            chunk = tokens_per_chunk(tokens, torch.empty(1).expand(columns, depth), 2, 0)
             assert chunk * columns * 2 <= 2**30
             assert -(-tokens // chunk) <= FEW_CHUNKS
-    assert tokens_per_chunk(16384, 128256, depth, 2, 0, torch.device("cpu")) == 4096
+    assert tokens_per_chunk(16384, torch.empty(1).expand(128256, depth), 2, 0) == 4096
 
 
 def test_autocast_takes_the_dtype_of_linear():

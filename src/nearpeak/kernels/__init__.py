@@ -3,6 +3,7 @@
     from nearpeak import kernels
     y = kernels.softmax(x)                    # a Triton kernel on a GPU, plain torch elsewhere
     kernels.supports(kernels.softmax, x)      # which of them, and why
+    kernels.choices()                         # which backend ran, where there are several: Gluon, Triton or torch's own
     with kernels.using("require"): ...        # raise rather than run plain torch
 
 Every operation is a package of its own, and most have the name of their function. All are imported here, at once: a
@@ -10,6 +11,7 @@ function that was filled in later would be replaced by the package of the same n
 `from nearpeak.kernels.softmax import triton`, never as `import nearpeak.kernels.softmax.triton`.
 """
 
+from nearpeak.kernels._runtime.choice import Choice, choices
 from nearpeak.kernels._runtime.policy import Support, supports, using
 from nearpeak.kernels.attention import Attention, attention, attention_packed, scaled_dot_product_attention
 from nearpeak.kernels.decode import KVCache, append, decode_attention
@@ -43,6 +45,7 @@ from nearpeak.kernels.transpose import transpose_copy
 __all__ = [
     "AdamW",
     "Attention",
+    "Choice",
     "CrossEntropyLoss",
     "DropoutAdd",
     "GeGLU",
@@ -64,6 +67,7 @@ __all__ = [
     "bias_gelu",
     "bias_relu_squared",
     "bias_silu",
+    "choices",
     "cross_entropy",
     "decode_attention",
     "dequantize",

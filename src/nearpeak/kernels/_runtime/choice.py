@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any, Literal
@@ -27,8 +28,9 @@ import torch
 from nearpeak.errors import KernelUnavailable
 from nearpeak.kernels._runtime.policy import cuda_capability
 
-BACKENDS = ("gluon", "triton", "torch", "cudnn", "flash")
-"""The names of all backends. Attention has two of torch: "torch" is the faster one of these."""
+BACKENDS = ("nearpeak", "gluon", "triton", "torch", "cudnn", "flash")
+"""What may be forced. "nearpeak" is the faster one of "gluon" and "triton", "torch" that of "cudnn" and "flash", which
+attention has."""
 OF_TORCH = ("torch", "cudnn", "flash")
 Basis = Literal["only", "measured", "not measured", "forced"]
 Tree = Mapping[str, Any]
@@ -165,6 +167,8 @@ def choose(
 
 
 def _is_allowed(name: str, forced: str | None) -> bool:
+    if forced == "nearpeak":
+        return name not in OF_TORCH
     return forced is None or name == forced or (forced == "torch" and name in OF_TORCH)
 
 
@@ -182,6 +186,20 @@ def force_backend(name: str | None) -> None:
     """Makes every operation that has a choice take this backend; None lets them choose."""
     global _forced  # one for all threads: autograd runs a backward pass on its own threads
     _forced = name
+
+
+@contextmanager
+def own_backends() -> Iterator[None]:
+    """Inside, no operation takes a backend of torch: for programs that check this package's kernels.
+
+    Calls are replayed as ever, also outside, where torch might be faster.
+    """
+    before = _forced
+    force_backend("nearpeak")
+    try:
+        yield
+    finally:
+        force_backend(before)
 
 
 def choices() -> list[Choice]:

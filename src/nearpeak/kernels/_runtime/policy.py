@@ -88,8 +88,8 @@ def using(mode: Mode | None = None, *, backend: str | None = None) -> Iterator[N
         mode: None leaves the mode as it is. The environment variable NEARPEAK_KERNELS sets the one that a process
             starts with.
         backend: "gluon", "triton", "torch", "cudnn" or "flash": operations that have several backends take this one,
-            forward and backward, and raise `KernelUnavailable` where it does not support the arguments. None leaves
-            the choice to them.
+            forward and backward, and raise `KernelUnavailable` where it does not support the arguments. "nearpeak"
+            leaves them the choice between "gluon" and "triton", None between all.
     """
     from nearpeak.kernels._runtime.choice import BACKENDS, force_backend, forced_backend
 

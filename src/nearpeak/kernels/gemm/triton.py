@@ -241,7 +241,12 @@ def multiply_torch(a: Tensor, b: Tensor, result: Tensor, preactivation: Tensor |
             torch.addmm(residual, a, b.t(), out=result)
             return
         _linear_into(result, a, b, bias)
-    elif bias is not None and epilogue.activation in _FUSED_BY_CUBLAS and not (epilogue.gated or epilogue.keep):
+    elif (
+        bias is not None
+        and epilogue.activation in _FUSED_BY_CUBLAS
+        and not (epilogue.gated or epilogue.keep)
+        and a.is_cuda  # elsewhere its GELU is another one
+    ):
         gelu = epilogue.activation != "relu"
         torch._addmm_activation(bias, a, b.t(), use_gelu=gelu, out=result)
     else:

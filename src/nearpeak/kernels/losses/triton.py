@@ -770,16 +770,15 @@ def cross_entropy_long_rows_kernel(
                 tl.store(gradient_row + offset, blank, mask=(offset >= shift) & (offset < end))
 
 
-def tokens_per_chunk(
-    tokens: int, columns: int, depth: int, itemsize: int, requested: int, device: torch.device
-) -> int:
+def tokens_per_chunk(tokens: int, weight: Tensor, itemsize: int, requested: int) -> int:
     """The number of tokens in a chunk: chunks of equal size, and a multiple of 128, for full tiles in the GEMMs.
 
     The smallest one that takes hardly more than the least time by `_chunk_cost`.
     """
     if requested > 0:
         return min(requested, max(tokens, 1))
-    return _fastest_chunk(tokens, columns, depth, itemsize, processors(device))
+    columns, depth = weight.shape
+    return _fastest_chunk(tokens, columns, depth, itemsize, processors(weight.device))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -794,8 +793,8 @@ def _fastest_chunk(tokens: int, columns: int, depth: int, itemsize: int, program
 
 
 def _chunk_cost(tokens: int, chunk: int, columns: int, depth: int, itemsize: int, programs: int) -> float:
-    """What depends on the size of chunks, in FLOP: multiprocessors without a tile, and the gradient of the weight, which
-    each chunk but the first one reads and writes again.
+    """What depends on the size of chunks, in FLOP: multiprocessors without a tile, and the gradient of the weight,
+    which each chunk but the first one reads and writes again.
     """
     chunks = -(-tokens // chunk)
     cost = 0.0
@@ -895,7 +894,7 @@ def linear_cross_entropy_forward(
 
     losses, logprobs, entropies = by_token(), by_token(with_logprobs), by_token(with_entropy)
     statistics = torch.empty(2, count, dtype=torch.float32, device=hidden.device)
-    chunk = tokens_per_chunk(count, *weight.shape, hidden.element_size(), chunk_tokens, hidden.device)
+    chunk = tokens_per_chunk(count, weight, hidden.element_size(), chunk_tokens)
     wanted = (for_hidden, for_weight, for_bias)
     gradients = _GradientAccumulator(rows, weight, bias, -(-count // chunk), float32, wanted)
     # in float16 the share of a row in a mean of thousands underflows: keep the gradient of the sum until the end
@@ -932,7 +931,7 @@ def linear_cross_entropy_backward(
     rows = hidden.reshape(-1, hidden.shape[-1])
     flat = target.reshape(-1)
     above = upstream.reshape(-1)
-    chunk = tokens_per_chunk(len(rows), *weight.shape, hidden.element_size(), chunk_tokens, hidden.device)
+    chunk = tokens_per_chunk(len(rows), weight, hidden.element_size(), chunk_tokens)
     wanted = (for_hidden, for_weight, for_bias)
     gradients = _GradientAccumulator(rows, weight, bias, -(-len(rows) // chunk), float32, wanted)
     for first, part, logits in _logits_by_chunk(rows, weight, bias, chunk):

@@ -1,0 +1,278 @@
+"""Fits which backend of a kernel is fastest, by the sizes of a call, and writes the table of choices.
+
+    python -m benchmarks.kernels.fit_choices RESULTS.json ... [--out src/nearpeak/kernels/tables/sm90_choices.json]
+
+Reads results of `python -m benchmarks.kernels`, of its own shapes and of random ones. Each operation gets a decision
+tree (`nearpeak.kernels._runtime.choice`). A leaf has the mean time of each backend over that of the fastest backend of
+each cell, and runs the one with the least. A split is made where it saves the most time, if it saves `LEAST_SAVED` of
+the time of a cell, and leaves `FEWEST_CELLS` on either side; any number for an option, which is on or off.
+
+Prints, for each operation, how many cells the choice runs within 3 % of their fastest backend; "unseen" is by a tree
+that was fitted without the cell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import Any
+
+from nearpeak.kernels._runtime.choice import ChoiceModel, choose
+from nearpeak.kernels.attention.backends import FEATURES as ATTENTION_FEATURES
+from nearpeak.kernels.gemm.triton import FEATURES as GEMM_FEATURES
+from nearpeak.kernels.gemm.triton import last_wave
+from nearpeak.kernels.norms.library import FEATURES as NORM_FEATURES
+from nearpeak.kernels.norms.library import padding
+
+TABLE = Path("src/nearpeak/kernels/tables/sm90_choices.json")
+LEAST_SAVED = 0.03
+FEWEST_CELLS = 3
+DEEPEST = 6
+CLOSE = 1.03
+FOLDS = 5
+PROCESSORS = 132
+"""Of an H200."""
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+FEATURES = {
+    "attention": ATTENTION_FEATURES,
+    "attention_backward": ATTENTION_FEATURES,
+    "gemm": GEMM_FEATURES,
+    **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), NORM_FEATURES),
+}
+OPTIONS = (
+    "bias", "activation", "gated", "kept", "residual", "a_by_columns", "b_by_columns", "causal", "packed",
+    "tokens_first", "weighted",
+)  # fmt: skip
+PEERS = {
+    "attention": {"cudnn": ("cudnn",), "flash": ("flash",)},
+    "gemm": {"torch": ("cublas", "cublas + nearpeak", "cublas fused", "cublas + torch")},
+    "rms_norm": {"torch": ("eager",)},
+    "layer_norm": {"torch": ("eager",)},
+}
+"""Peers that run what a backend of torch runs, where that was not measured itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What was measured of one call."""
+
+    operation: str
+    features: Mapping[str, float]
+    seconds: Mapping[str, float]
+    """By backend."""
+
+    @property
+    def losses(self) -> dict[str, float]:
+        """The logarithm of the time of each backend over that of the fastest one."""
+        best = min(self.seconds.values())
+        return {name: log(seconds / best) for name, seconds in self.seconds.items()}
+
+
+def read_cells(path: Path) -> Iterator[Cell]:
+    """The cells of a file of results that have a choice."""
+    data = json.loads(path.read_text())
+    if "cells" in data:
+        for row in data["cells"]:
+            yield from _random_cell(row)
+        return
+    for row in data["attention"]:
+        shape = {**row, "key_heads": row["heads"], "queries": row["tokens"], "keys": row["tokens"]}
+        yield from _attention(row, {**shape, "value_dim": row["dim"], "layout": "heads first"}, "bfloat16")
+    for row in data["products"]:
+        yield from _table_product(row)
+    for row in data["rows"]:
+        if row["operation"] in ("rms_norm", "layer_norm"):
+            yield from _norm(row, row, "bfloat16")
+
+
+def _random_cell(row: Mapping[str, Any]) -> Iterator[Cell]:
+    shape, operation = row["shape"], row["operation"]
+    if operation in ("attention", "attention packed"):
+        yield from _attention(row, shape, row["dtype"])
+    elif operation in ("gemm", "gemm few rows", "gemm swiglu") and row["pass"] == "forward":
+        gated = operation == "gemm swiglu"
+        sizes = shape["rows"], shape["results"], shape["features"]
+        yield from _product(row, sizes, ITEM_BYTES[row["dtype"]], gated=gated, activation=gated, **_flags(shape))
+    elif operation in ("rms_norm", "layer_norm"):
+        yield from _norm(row, shape, row["dtype"])
+
+
+def _flags(shape: Mapping[str, Any]) -> dict[str, bool]:
+    return {name: bool(shape[name]) for name in ("bias", "residual") if name in shape}
+
+
+def _attention(row: Mapping[str, Any], shape: Mapping[str, Any], dtype: str) -> Iterator[Cell]:
+    packed = "sequences" in shape
+    longest = shape.get("longest")
+    queries, keys = (longest, longest) if packed else (shape["queries"], shape["keys"])
+    values = (
+        shape["heads"] * (1 if packed else shape["batch"]), shape["heads"] // shape["key_heads"], queries, keys,
+        shape["dim"], shape["value_dim"], shape["causal"], shape.get("window") or 0, packed,
+        packed or shape["layout"] == "tokens first", ITEM_BYTES[dtype],
+    )  # fmt: skip
+    if row["pass"] != "both":
+        name = "attention" if row["pass"] == "forward" else "attention_backward"
+        yield from _cell(name, values, row, "gluon" if shape["dim"] in (64, 128) else "triton")
+
+
+def _table_product(row: Mapping[str, Any]) -> Iterator[Cell]:
+    """A product of the table of fixed shapes: "8192 x 4096 x 2 x 14336" with a gate, or the side of a square."""
+    kinds = {
+        "gemm": {}, "residual": {"residual": True}, "bias gelu": {"bias": True, "activation": True},
+        "swiglu": {"gated": True, "activation": True},
+    }  # fmt: skip
+    transposed = {
+        "forward": {},
+        "by x": {"b_by_columns": True},
+        "by weight": {"a_by_columns": True, "b_by_columns": True},
+    }
+    if row["operation"] not in kinds or row["pass"] not in transposed:
+        return
+    numbers = [int(number) for number in row["size"].split(" x ")]
+    rows, depth, columns = (numbers * 3)[:3] if len(numbers) == 1 else (numbers[0], numbers[1], numbers[-1])
+    yield from _product(row, (rows, columns, depth), 2, **kinds[row["operation"]], **transposed[row["pass"]])
+
+
+def _product(row: Mapping[str, Any], sizes: tuple[int, int, int], itemsize: int, **flags: bool) -> Iterator[Cell]:
+    rows, columns, depth = sizes
+    wave = last_wave(rows, columns * (2 if flags.get("gated") else 1), PROCESSORS)
+    values = (rows, columns, depth, itemsize, *(flags.get(name, False) for name in GEMM_FEATURES[4:-1]), wave)
+    yield from _cell("gemm", values, row, "gluon")
+
+
+def _norm(row: Mapping[str, Any], shape: Mapping[str, Any], dtype: str) -> Iterator[Cell]:
+    if row["pass"] != "both":
+        name = row["operation"] + ("_backward" if row["pass"] == "backward" else "")
+        columns = shape["columns"]
+        values = (shape["rows"], columns, padding(columns), ITEM_BYTES[dtype], True)
+        yield from _cell(name, values, row, "triton")
+
+
+def _cell(operation: str, values: Sequence[float], row: Mapping[str, Any], own: str) -> Iterator[Cell]:
+    """The cell, if two backends were measured. `own` is the backend of "nearpeak" in a file that does not say."""
+    measured = row["seconds"]
+    seconds = {name.partition("/")[2]: time for name, time in measured.items() if name.startswith("nearpeak/")}
+    if "portable" in measured:
+        seconds["triton"] = measured["portable"]
+    if "nearpeak" in measured:
+        seconds.setdefault(row.get("backend") or own, measured["nearpeak"])
+    if operation.startswith("attention"):
+        seconds.pop("torch", None)  # which of them is not known
+    for name, peers in PEERS[operation.removesuffix("_backward")].items():
+        times = [measured[peer] for peer in peers if peer in measured]
+        if name not in seconds and times:
+            seconds[name] = min(times)
+    if len(seconds) > 1:
+        features = dict(zip(FEATURES[operation], map(float, values), strict=True))
+        yield Cell(operation=operation, features=features, seconds=seconds)
+
+
+def fit_tree(cells: Sequence[Cell], depth: int = DEEPEST) -> dict[str, Any]:
+    """The tree of least loss, by greedy splits."""
+    split = _best_split(cells) if depth else None
+    if split is None:
+        return {"cells": len(cells), "relative": {k: round(exp(v), 4) for k, v in _mean_losses(cells).items()}}
+    feature, at_most = split
+    below, above = _divide(cells, feature, at_most)
+    return {
+        "feature": feature,
+        "at_most": at_most,
+        "below": fit_tree(below, depth - 1),
+        "above": fit_tree(above, depth - 1),
+    }
+
+
+def _mean_losses(cells: Sequence[Cell]) -> dict[str, float]:
+    """The mean loss of each backend that most cells have."""
+    losses = [cell.losses for cell in cells]
+    names = {name for loss in losses for name in loss}
+    by_name = {name: [loss[name] for loss in losses if name in loss] for name in sorted(names)}
+    return {name: sum(one) / len(one) for name, one in by_name.items() if 2 * len(one) >= len(cells)}
+
+
+def _least_loss(cells: Sequence[Cell]) -> float:
+    """What the best single backend loses in all cells."""
+    return len(cells) * min(_mean_losses(cells).values(), default=0.0)
+
+
+def _best_split(cells: Sequence[Cell]) -> tuple[str, float] | None:
+    least, best = _least_loss(cells) - LEAST_SAVED, None
+    for feature in FEATURES[cells[0].operation]:
+        for low, high in pairwise(sorted({cell.features[feature] for cell in cells})):
+            at_most = round(sqrt(low * high), 3) if low > 0 else (low + high) / 2
+            below, above = _divide(cells, feature, at_most)
+            if feature in OPTIONS or min(len(below), len(above)) >= FEWEST_CELLS:
+                loss = _least_loss(below) + _least_loss(above)
+                if loss < least:
+                    least, best = loss, (feature, at_most)
+    return best
+
+
+def _divide(cells: Sequence[Cell], feature: str, at_most: float) -> tuple[list[Cell], list[Cell]]:
+    below = [cell for cell in cells if cell.features[feature] <= at_most]
+    return below, [cell for cell in cells if cell.features[feature] > at_most]
+
+
+def fit_model(cells: Sequence[Cell]) -> dict[str, Any]:
+    """The model of an operation, as it is written."""
+    ranges = {
+        name: [min(cell.features[name] for cell in cells), max(cell.features[name] for cell in cells)]
+        for name in FEATURES[cells[0].operation]
+    }
+    return {"cells": len(cells), "ranges": ranges, "tree": fit_tree(cells)}
+
+
+def chosen_loss(cell: Cell, model: Mapping[str, Any]) -> float:
+    """What the choice of a model loses in a cell."""
+    order = ("torch", "cudnn", "flash", "gluon", "triton")  # of candidates without a model
+    names = tuple(name for name in order if name in cell.seconds)
+    read = ChoiceModel(ranges=model["ranges"], tree=model["tree"])
+    return cell.losses[choose(cell.operation, names, cell.features, read).backend]
+
+
+def describe(cells: Sequence[Cell], model: Mapping[str, Any]) -> str:
+    """One line on how good the choices of a model are."""
+    seen = [chosen_loss(cell, model) for cell in cells]
+    unseen = [
+        chosen_loss(cell, fit_model([other for number, other in enumerate(cells) if number % FOLDS != fold]))
+        for fold in range(FOLDS)
+        for cell in cells[fold::FOLDS]
+        if len(cells) > FOLDS
+    ]
+    shares = [
+        f"{name} {sum(loss <= log(CLOSE) for loss in losses) / len(losses):.0%}, worst {exp(max(losses)):.2f}"
+        for name, losses in (("within 3 %:", seen), ("unseen", unseen))
+        if losses
+    ]
+    return f"{cells[0].operation}: {len(cells)} cells, {'; '.join(shares)}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path)
+    parser.add_argument("--out", type=Path, default=TABLE)
+    options = parser.parse_args()
+    cells = [cell for path in options.results for cell in read_cells(path)]
+    operations = {}
+    for name in FEATURES:
+        ours = [cell for cell in cells if cell.operation == name]
+        if ours:
+            operations[name] = fit_model(ours)
+            print(describe(ours, operations[name]))
+    first = json.loads(options.results[0].read_text())
+    table = {
+        "machine": first["machine"],
+        "versions": first["versions"],
+        "results": [path.name for path in options.results],
+        "operations": operations,
+    }
+    options.out.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,454 @@
+"""Which backend of an operation runs: choices from a table, what may be forced, and the results of torch's backends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_checks import assert_kernel_is_exact
+
+from benchmarks.kernels.fit_choices import Cell, fit_model, read_cells
+from nearpeak import kernels
+from nearpeak.errors import KernelUnavailable, UsageError
+from nearpeak.kernels._runtime import choice, policy
+from nearpeak.kernels._runtime.choice import Chooser, choose, read_models
+from nearpeak.kernels.attention import backends, library
+from nearpeak.kernels.attention.reference import attention_backward, attention_forward
+from nearpeak.kernels.gemm import triton as gemm
+from nearpeak.kernels.norms import library as norms
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+TABLE = Path(choice.__file__).parents[1] / "tables" / "sm90_choices.json"
+FEW_ROWS = {"cells": 9, "relative": {"torch": 1.0, "gluon": 1.5, "triton": 1.2}}
+MANY_ROWS = {"cells": 9, "relative": {"torch": 1.1, "gluon": 1.0, "triton": 1.3}}
+MADE = read_models(
+    {
+        "operations": {
+            "product": {
+                "ranges": {"rows": [16, 4096], "gated": [0, 0]},
+                "tree": {"feature": "rows", "at_most": 64, "below": FEW_ROWS, "above": MANY_ROWS},
+            }
+        }
+    }
+)["product"]
+ALL = ("torch", "gluon", "triton")
+
+
+def chosen(rows, candidates=ALL, model=MADE, forced=None, gated=0):
+    return choose("product", candidates, {"rows": rows, "gated": gated}, model, forced)
+
+
+def test_the_fastest_candidate_by_size():
+    assert chosen(32).backend == "torch"
+    assert chosen(100).backend == "gluon"
+    assert chosen(100, ("torch", "triton")).backend == "torch"
+    assert chosen(32, ("gluon", "triton")).backend == "triton"
+    one = chosen(100)
+    assert one.basis == "measured"
+    assert one.relative == MANY_ROWS["relative"]
+    assert one.features == {"rows": 100, "gated": 0}
+    assert chosen(100, ("triton",)).basis == "only"
+
+
+def test_the_first_candidate_where_nothing_was_measured():
+    for one in (chosen(32, model=None), chosen(7000), chosen(8), chosen(32, gated=1)):
+        assert (one.backend, one.basis, one.relative) == ("torch", "not measured", {})
+    assert chosen(100, ("cudnn", "gluon")).backend == "cudnn"  # the other one was measured, and this was not
+    assert chosen(6000).backend == "gluon"  # little beyond what was measured
+
+
+def test_a_gain_within_the_noise_changes_nothing():
+    leaf = {"cells": 1, "relative": {"torch": 1.004, "gluon": 1.0}}
+    table = {"operations": {"product": {"ranges": {}, "tree": leaf}}}
+    assert choose("product", ALL, {}, read_models(table)["product"]).backend == "torch"
+
+
+def test_a_backend_that_is_forced():
+    assert chosen(100, forced="triton").backend == "triton"
+    assert chosen(100, forced="triton").basis == "forced"
+    assert chosen(100, forced="torch").backend == "torch"
+    assert chosen(32, forced="nearpeak").backend == "triton"
+    assert chosen(32, ("cudnn", "flash", "triton"), forced="torch").backend == "cudnn"
+    with pytest.raises(KernelUnavailable, match=r"product has no backend 'gluon' .* It has 'torch', 'triton'"):
+        chosen(100, ("torch", "triton"), forced="gluon")
+
+
+def test_a_choice_is_remembered_by_its_key(monkeypatch):
+    asked = []
+    monkeypatch.setattr(choice, "_model", lambda operation, device: asked.append(operation) or MADE)
+    monkeypatch.setattr(choice, "_choosers", [])
+    chooser = Chooser("product", ("rows", "gated"))
+    assert chooser.known("small") is None
+    assert chooser.choose("small", ALL, (32, 0), torch.device("cpu")) == "torch"
+    assert chooser.known("small") == "torch"
+    with kernels.using(backend="triton"):
+        assert chooser.known("small") is None
+        assert chooser.choose("small", ALL, (32, 0), torch.device("cpu")) == "triton"
+    assert chooser.known("small") == "torch"
+    assert [one.backend for one in kernels.choices()] == ["torch"]
+    assert asked == ["product", "product"]
+
+
+def python_calls(function):
+    """The Python functions that a call enters."""
+    names = []
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: names.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return names
+
+
+def test_a_choice_that_was_made_costs_two_calls_of_python():
+    x, weight = torch.ones(4, 16), torch.ones(8, 16)
+    result, epilogue = torch.empty(4, 8), gemm.Epilogue()
+    problem = backends.AttentionProblem(
+        *(torch.ones(1, 2, 8, 16),) * 3, *(None,) * 6, 0, 0, -1, -1, True, 0.25, 0.0, 0.0
+    )
+
+    def choose_product():
+        gemm._choose(x, weight, result, epilogue, None)
+
+    def choose_attention():
+        backends.choose(problem)
+
+    for call, name in ((choose_product, "_choose"), (choose_attention, "choose")):
+        call()
+        own = [one for one in python_calls(call) if one not in ("<genexpr>", "are_deterministic_algorithms_enabled")]
+        assert own == [call.__name__, name, "known"]
+
+
+def test_using_takes_backends_by_name():
+    with pytest.raises(UsageError, match="no backend 'cublas'"), kernels.using(backend="cublas"):
+        pass
+    x, weight = torch.ones(4, 16), torch.ones(8, 16)
+    with kernels.using(backend="gluon"), pytest.raises(KernelUnavailable, match="'gluon'"):
+        kernels.gemm(x, weight)
+    with kernels.using("auto", backend="triton"):
+        assert torch.equal(kernels.gemm(x, weight), torch.full((4, 8), 16.0))
+    assert choice.forced_backend() is None
+
+
+def test_what_supports_says_of_a_choice(monkeypatch):
+    x, weight = torch.ones(4, 16), torch.ones(8, 16)
+    monkeypatch.setattr(gemm, "launch", None)  # nothing may be launched
+    answer = kernels.supports(kernels.gemm, x, weight)
+    assert answer
+    assert answer.choice.backend == "triton"
+    assert answer.choice.basis == "only"
+    monkeypatch.setattr(gemm, "torch_runs_on", lambda device: True)
+    answer = kernels.supports(kernels.gemm, x, weight, activation="silu", gated=True).choice
+    assert (answer.backend, answer.candidates, answer.basis) == ("torch", ("torch", "triton"), "not measured")
+    assert answer.features["columns"] == 4
+    q = torch.ones(1, 2, 8, 16)
+    assert kernels.supports(kernels.attention, q, q, q).choice.operation == "attention"
+    assert kernels.supports(kernels.softmax, x).choice is None
+    assert kernels.supports(kernels.gemm, x.double(), weight.double()).choice is None
+
+
+# torch's backends, against the references
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Backends of torch are candidates for tensors on the CPU too."""
+    for module in (gemm, library, norms):
+        monkeypatch.setattr(module, "torch_runs_on", lambda device: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": "relu"},
+        {"activation": "gelu_tanh"},
+        {"activation": "silu", "gated": True},
+        {"activation": "silu", "gated": True, "recompute": True},
+    ],
+)
+@pytest.mark.parametrize("extra", ["", "bias", "residual", "bias, residual"])
+def test_products_by_torch(on_cpu, options, extra, dtype):
+    torch.manual_seed(0)
+    columns = 12
+    x, weight = torch.randn(3, 5, 16).to(dtype), torch.randn(columns, 16).to(dtype)
+    tensors = {}
+    if "bias" in extra:
+        tensors["bias"] = torch.randn(columns).to(dtype)
+    if "residual" in extra:
+        tensors["residual"] = torch.randn(3, 5, columns // (2 if options.get("gated") else 1)).to(dtype)
+
+    def run(function):
+        return lambda x, weight, *rest: function(x, weight, **dict(zip(tensors, rest, strict=True)), **options)
+
+    with kernels.using("require", backend="torch"):
+        kernel, reference = run(kernels.gemm), run(kernels.gemm.reference)
+        assert kernels.supports(kernels.gemm, x, weight, **tensors, **options).choice.basis == "forced"
+        assert_kernel_is_exact(kernel, reference, [x, weight, *tensors.values()])
+
+
+def rms_norm_backward(gradient, x, shape, rstd, weight, wanted):
+    """`_fused_rms_norm_backward`, which torch has for GPUs only."""
+    scaled, normal = gradient if weight is None else gradient * weight, x * rstd
+    by_x = (scaled - normal * (scaled * normal).mean(-1, keepdim=True)) * rstd
+    return by_x, (gradient * normal).sum((0, 1)) if wanted[1] else None
+
+
+@pytest.fixture
+def rms_norm_backward_on_cpu():
+    implementations = torch.library.Library("aten", "IMPL")
+    implementations.impl("_fused_rms_norm_backward", rms_norm_backward, "CPU")
+    yield
+    implementations._destroy()
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_norms_by_torch(on_cpu, rms_norm_backward_on_cpu, name, weighted):
+    torch.manual_seed(0)
+    kernel = getattr(kernels, name)
+    inputs = [torch.randn(3, 5, 24)]
+    if weighted:
+        inputs += [torch.randn(24)] * (1 if name == "rms_norm" else 2)
+    with kernels.using("require", backend="torch"):
+        assert_kernel_is_exact(kernel, kernel.reference, inputs)
+
+
+def test_norms_that_torch_has_no_kernel_for(on_cpu):
+    x, weight = torch.randn(4, 8), torch.randn(8)
+    for options in ({"offset": 1.0}, {"bias": weight}):
+        assert kernels.supports(kernels.rms_norm, x, weight, **options).choice.candidates == ("triton",)
+    assert kernels.supports(kernels.rms_norm, x, weight.half()).choice.candidates == ("triton",)
+    assert kernels.supports(kernels.rms_norm, x.t(), weight[:4]).choice.candidates == ("triton",)
+    assert kernels.supports(kernels.rms_norm, x, weight).choice.candidates == ("torch", "triton")
+
+
+class AttentionOfTorch:
+    """Implementations of torch's attention operators on a CPU, from the reference: what a GPU's kernels exchange."""
+
+    def __init__(self):
+        self.calls = []
+
+    def arguments(self, query, key, value, causal, scale):
+        return query, key, value, *(None,) * 6, 0, 0, -1, 0 if causal else -1, True, scale, 0.0, 0.0
+
+    def cudnn(self, query, key, value, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
+        assert bias is None
+        assert with_lse
+        self.calls.append("cudnn")
+        result, lse = attention_forward(*self.arguments(query, key, value, causal, scale))
+        number = torch.empty((), dtype=torch.int64)
+        return result, lse.unsqueeze(-1), None, None, query.shape[2], key.shape[2], number, number, None
+
+    def flash(self, query, key, value, dropout=0.0, causal=False, debug=False, *, scale=None):
+        self.calls.append("flash")
+        result, lse = attention_forward(*self.arguments(query, key, value, causal, scale))
+        number = torch.empty((), dtype=torch.int64)
+        return result, lse, None, None, query.shape[2], key.shape[2], number, number, None
+
+    def backward(self, gradient, query, key, value, result, lse, causal, scale):
+        arguments = self.arguments(query, key, value, causal, scale)
+        return attention_backward(gradient, None, result, lse, *arguments, True, True, False, False)[:3]
+
+    def cudnn_backward(
+        self, gradient, query, key, value, result, lse, seed, offset, bias, query_starts, key_starts, queries, keys,
+        dropout, causal, *, scale=None,
+    ):  # fmt: skip
+        assert lse.shape == (*query.shape[:3], 1)
+        assert (queries, keys, dropout) == (query.shape[2], key.shape[2], 0.0)
+        self.calls.append("cudnn backward")
+        return self.backward(gradient, query, key, value, result, lse.squeeze(-1), causal, scale)
+
+    def flash_backward(
+        self, gradient, query, key, value, result, lse, query_starts, key_starts, queries, keys, dropout, causal, seed,
+        offset, *, scale=None,
+    ):  # fmt: skip
+        assert lse.shape == query.shape[:3]
+        assert (queries, keys, dropout) == (query.shape[2], key.shape[2], 0.0)
+        self.calls.append("flash backward")
+        return self.backward(gradient, query, key, value, result, lse, causal, scale)
+
+
+@pytest.fixture
+def attention_of_torch(on_cpu, monkeypatch):
+    """What was called of it. The dispatcher of torch holds the arguments against the schemas."""
+    made = AttentionOfTorch()
+    implementations = torch.library.Library("aten", "IMPL")
+    for name in ("cudnn", "flash"):
+        operator = f"_scaled_dot_product_{name}_attention"
+        implementations.impl(operator, getattr(made, name), "CPU")
+        implementations.impl(f"{operator}_backward", getattr(made, f"{name}_backward"), "CPU")
+        monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda params, debug=False: True)
+    yield made.calls
+    implementations._destroy()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_attention_by_torch(attention_of_torch, name, causal):
+    torch.manual_seed(0)
+    query = torch.randn(2, 9, 4, 8).half().transpose(1, 2)  # tokens before heads
+    key, value = (torch.randn(2, 2, 9, 8).half() for _ in "kv")
+
+    def run(function):
+        return lambda *tensors: function(*tensors, causal=causal)
+
+    with kernels.using("require", backend=name):
+        assert_kernel_is_exact(run(kernels.attention), run(kernels.attention.reference), [query, key, value])
+    assert attention_of_torch == [name, f"{name} backward"]
+
+
+def test_passes_of_attention_may_have_different_backends(attention_of_torch):
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 2, 9, 8).half().requires_grad_() for _ in "qkv"]
+    with kernels.using(backend="cudnn"):
+        result = kernels.attention(*tensors)
+    with kernels.using(backend="triton"):
+        own = torch.autograd.grad(result.float().square().sum(), tensors)
+    with kernels.using(backend="triton"):
+        result = kernels.attention(*tensors)
+    with kernels.using(backend="flash"):
+        of_torch = torch.autograd.grad(result.float().square().sum(), tensors)
+    assert attention_of_torch == ["cudnn", "flash backward"]
+    for one, other in zip(own, of_torch, strict=True):
+        torch.testing.assert_close(one, other, atol=4e-3, rtol=4e-3)
+
+
+def test_what_attention_of_torch_takes(attention_of_torch):
+    q = torch.empty(2, 4, 9, 8, dtype=torch.float16)
+
+    def candidates(*tensors, **options):
+        return kernels.supports(kernels.attention, *(tensors or (q, q, q)), **options).choice.candidates
+
+    assert candidates() == ("cudnn", "flash", "triton")
+    assert candidates(causal=True) == ("cudnn", "flash", "triton")
+    assert candidates(q, q[:, :2], q[:, :2]) == ("cudnn", "flash", "triton")
+    assert candidates(q[:, :, :5], q, q) == ("cudnn", "flash", "triton")
+    for options in (
+        {"window": (3, 0)}, {"softcap": 5.0}, {"bias": torch.zeros(9, 9)}, {"sinks": torch.zeros(4)}, {"dropout": 0.1},
+    ):  # fmt: skip
+        assert candidates(**options) == ("triton",)
+    assert candidates(q[:, :, :5], q, q, causal=True) == ("triton",)  # torch aligns such masks otherwise
+    assert candidates(q.float(), q.float(), q.float()) == ("triton",)
+    assert candidates(q[..., :4], q[..., :4], q[..., :4]) == ("triton",)
+    assert candidates(q[:, :1].expand(-1, 4, -1, -1), q, q) == ("triton",)
+
+
+def test_deterministic_algorithms_have_no_backward_pass_of_torch(attention_of_torch):
+    tensors = [torch.randn(1, 2, 9, 8).half().requires_grad_() for _ in "qkv"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernels.attention(*tensors).float().sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert attention_of_torch == ["cudnn"]
+    kernels.attention(*tensors).float().sum().backward()
+    assert attention_of_torch == ["cudnn", "cudnn", "cudnn backward"]
+
+
+def test_a_gradient_of_the_log_sum_exp_is_left_to_the_own_kernels(attention_of_torch):
+    tensors = [torch.randn(1, 2, 9, 8).half().requires_grad_() for _ in "qkv"]
+    result, lse = kernels.attention(*tensors, return_lse=True)
+    (result.float().sum() + lse.sum()).backward()
+    assert attention_of_torch == ["cudnn"]
+
+
+def test_compiled_code_gets_tokens_before_heads(attention_of_torch):
+    query = torch.randn(1, 2, 9, 8).half()
+    arguments = (query, query, query, *(None,) * 6, 0, 0, -1, -1, True, 0.25, 0.0, 0.0)
+    assert backends.forward(*arguments)[0].is_contiguous()  # as the query
+    assert torch.ops.nearpeak.attention(*arguments)[0].transpose(1, 2).is_contiguous()
+    assert attention_of_torch == ["cudnn", "cudnn"]
+
+
+# Hopper
+
+
+@pytest.mark.parametrize(
+    ("name", "vendor", "capability", "expected"),
+    [
+        ("NVIDIA H200", "nvidia", (9, 0), True),
+        ("NVIDIA H100 80GB HBM3", "nvidia", (9, 0), True),
+        ("NVIDIA GH200 480GB", "nvidia", (9, 0), True),
+        ("NVIDIA H20", "nvidia", (9, 0), True),
+        ("AMD Instinct MI250X", "amd", (9, 0), False),
+        ("AMD Instinct MI250X", "nvidia", (9, 0), False),
+        ("NVIDIA A100-SXM4-80GB", "nvidia", (8, 0), False),
+        ("NVIDIA B200", "nvidia", (10, 0), False),
+    ],
+)
+def test_hopper_is_known_by_vendor_and_name(monkeypatch, name, vendor, capability, expected):
+    monkeypatch.setattr(policy, "_VENDOR", vendor)
+    monkeypatch.setattr(policy, "cuda_capability", policy.cuda_capability.__wrapped__)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
+    assert policy.is_hopper.__wrapped__(0) is expected
+
+
+# the fit, and its table
+
+
+def made_cell(rows, **seconds):
+    values = (rows, 1024, 100, 2, 1)
+    return Cell(operation="rms_norm", features=dict(zip(norms.FEATURES, values, strict=True)), seconds=seconds)
+
+
+def test_the_fit_splits_where_it_saves_time():
+    cells = [made_cell(rows, torch=1.0, triton=1.4) for rows in (64, 128, 256)]
+    cells += [made_cell(rows, torch=3.0, triton=2.0) for rows in (1024, 4096, 16384)]
+    model = fit_model(cells)
+    assert model["cells"] == 6
+    assert model["ranges"]["rows"] == [64, 16384]
+    assert (model["tree"]["feature"], model["tree"]["at_most"]) == ("rows", 512.0)
+    assert model["tree"]["below"]["relative"] == {"torch": 1.0, "triton": 1.4}
+    assert model["tree"]["above"]["relative"] == {"torch": 1.5, "triton": 1.0}
+    alike = fit_model([made_cell(rows, torch=1.0, triton=1.001) for rows in (64, 128, 256, 512, 1024, 2048)])
+    assert "feature" not in alike["tree"]
+
+
+def test_the_fit_reads_random_cells(tmp_path):
+    attention = {
+        "operation": "attention", "pass": "backward", "dtype": "bfloat16", "backend": "gluon",
+        "shape": {
+            "batch": 2, "heads": 32, "key_heads": 8, "queries": 100, "keys": 100, "dim": 128, "value_dim": 128,
+            "causal": True, "window": None, "layout": "tokens first",
+        },
+        "seconds": {"nearpeak": 3.0, "nearpeak/triton": 4.0, "cudnn": 2.0, "flash": 5.0, "efficient": 1.0},
+    }  # fmt: skip
+    product = {
+        "operation": "gemm swiglu", "pass": "forward", "dtype": "float16", "backend": "torch",
+        "shape": {"rows": 18, "features": 2176, "results": 12488},
+        "seconds": {"nearpeak": 1.0, "nearpeak/gluon": 2.0, "eager": 3.0},
+    }  # fmt: skip
+    path = tmp_path / "random.json"
+    path.write_text(json.dumps({"cells": [attention, product, {**product, "operation": "rotary"}]}))
+    first, second = read_cells(path)
+    assert first.operation == "attention_backward"
+    assert first.features["heads"] == 64
+    assert first.features["group"] == 4
+    assert first.features["tokens_first"] == 1
+    assert first.seconds == {"triton": 4.0, "gluon": 3.0, "cudnn": 2.0, "flash": 5.0}
+    assert second.features["gated"] == 1
+    assert second.features["columns"] == 12488
+    assert second.seconds == {"gluon": 2.0, "torch": 1.0}
+
+
+def test_the_table_is_the_fit_of_the_results_that_it_names():
+    table = json.loads(TABLE.read_text())
+    cells = [cell for name in table["results"] for cell in read_cells(RESULTS / name)]
+    assert {cell.operation for cell in cells} == set(table["operations"])
+    for name, one in table["operations"].items():
+        assert fit_model([cell for cell in cells if cell.operation == name]) == one
+
+
+def test_the_features_of_the_fit_are_those_of_the_operations():
+    for name, model in read_models(json.loads(TABLE.read_text())).items():
+        chooser = next(one for one in choice._choosers if one.operation == name)
+        assert tuple(model.ranges) == chooser.features
