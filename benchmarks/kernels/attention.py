@@ -50,11 +50,13 @@ def attention_ways(causal: bool, tokens: int, device: str) -> dict[str, Way]:
     }
 
 
-def by_torch(backend: SDPBackend, causal: bool) -> Way:
+def by_torch(backend: SDPBackend, causal: bool, **options: Any) -> Way:
+    """One backend of torch; options are further ones of `scaled_dot_product_attention`."""
+
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel([backend]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # why a backend does not take it: the error comes by itself
-            return scaled_dot_product_attention(query, key, value, is_causal=causal)
+            return scaled_dot_product_attention(query, key, value, is_causal=causal, **options)
 
     return call
 

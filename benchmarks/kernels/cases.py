@@ -65,64 +65,92 @@ def random_tensor(*shape: int, device: str, dtype: torch.dtype = torch.bfloat16,
     return torch.randn(*shape, device=device, dtype=dtype).requires_grad_(grad)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowOperation:
+    """An operation on rows: its ways, its inputs and its traffic, in tensors of rows x columns."""
+
+    eager: Way
+    nearpeak: Way
+    forward: int
+    """How many tensors the forward pass reads or writes at least."""
+    backward: int
+    tensors: int = 1
+    weights: int = 0
+    checked: bool = True
+
+
+def row_operations() -> dict[str, RowOperation]:
+    """All operations on rows, by name."""
+    return {
+        "softmax": RowOperation(eager=_eager_softmax, nearpeak=kernels.softmax, forward=2, backward=3),
+        "rms_norm": RowOperation(eager=_eager_rms_norm, nearpeak=kernels.rms_norm, forward=2, backward=3, weights=1),
+        "layer_norm": RowOperation(
+            eager=_eager_layer_norm, nearpeak=kernels.layer_norm, forward=2, backward=3, weights=2
+        ),
+        "add_rms_norm": RowOperation(
+            eager=_eager_add_rms_norm, nearpeak=kernels.add_rms_norm, forward=4, backward=4, tensors=2, weights=1
+        ),
+        "swiglu": RowOperation(eager=_eager_swiglu, nearpeak=kernels.swiglu, forward=3, backward=5, tensors=2),
+        "dropout_add": RowOperation(
+            eager=lambda x, residual: functional.dropout(x, DROPOUT) + residual,
+            nearpeak=lambda x, residual: kernels.dropout_add(x, residual, DROPOUT),
+            forward=3,
+            backward=2,
+            tensors=2,
+            checked=False,  # each way draws another mask
+        ),
+        "log_softmax": RowOperation(
+            eager=lambda x: torch.log_softmax(x, -1), nearpeak=kernels.log_softmax, forward=2, backward=3
+        ),
+        "add_layer_norm": RowOperation(
+            eager=_eager_add_layer_norm, nearpeak=kernels.add_layer_norm, forward=4, backward=4, tensors=2, weights=2
+        ),
+        "geglu": RowOperation(eager=_eager_geglu, nearpeak=kernels.geglu, forward=3, backward=5, tensors=2),
+        "bias_gelu": RowOperation(
+            eager=lambda x, bias: functional.gelu(x + bias),
+            nearpeak=kernels.bias_gelu,
+            forward=2,
+            backward=3,
+            weights=1,
+        ),
+    }
+
+
+DROPOUT = 0.1
+FIXED_ROWS = ("softmax", "rms_norm", "layer_norm", "add_rms_norm", "swiglu", "dropout_add")
+"""The operations of the section "rows"; the others are in random cells alone."""
+
+
 def row_cases(sizes: Sequence[tuple[int, int]] = SIZES, device: str = "cuda") -> Iterator[KernelCase]:
     """The operations on rows in bfloat16."""
     for rows, columns in sizes:
-        one = rows * columns * 2
-        tensors = _Maker(rows, columns, device)
-        yield tensors.case("softmax", _eager_softmax, kernels.softmax, (2 * one, 3 * one), tensors=1)
-        yield tensors.case("rms_norm", _eager_rms_norm, kernels.rms_norm, (2 * one, 3 * one), tensors=1, weights=1)
-        yield tensors.case(
-            "layer_norm", _eager_layer_norm, kernels.layer_norm, (2 * one, 3 * one), tensors=1, weights=2
-        )
-        yield tensors.case(
-            "add_rms_norm", _eager_add_rms_norm, kernels.add_rms_norm, (4 * one, 4 * one), tensors=2, weights=1
-        )
-        yield tensors.case("swiglu", _eager_swiglu, kernels.swiglu, (3 * one, 5 * one), tensors=2)
-        yield tensors.case(
-            "dropout_add",
-            lambda x, residual: functional.dropout(x, 0.1) + residual,
-            lambda x, residual: kernels.dropout_add(x, residual, 0.1),
-            (3 * one, 2 * one),
-            tensors=2,
-            checked=False,  # each way draws another mask
-        )
-        yield _rotary(rows, columns, device)
+        for operation in FIXED_ROWS:
+            yield row_case(operation, rows, columns, device)
+        heads = min(max(columns // HEAD, 1), MOST_HEADS)
+        tokens = max(rows * columns // (heads * HEAD), 1)
+        yield rotary_case(1, tokens, heads, max(heads // 4, 1), HEAD, device)
 
 
-class _Maker:
-    """Cases at one size."""
+def row_case(operation: str, rows: int, columns: int, device: str, dtype: torch.dtype = torch.bfloat16) -> KernelCase:
+    row_operation = row_operations()[operation]
+    tensor_bytes = rows * columns * dtype.itemsize
 
-    def __init__(self, rows: int, columns: int, device: str) -> None:
-        self.rows, self.columns, self.device = rows, columns, device
+    def inputs() -> list[Tensor]:
+        shapes = [(rows, columns)] * row_operation.tensors + [(columns,)] * row_operation.weights
+        return [random_tensor(*shape, device=device, dtype=dtype) for shape in shapes]
 
-    def case(
-        self,
-        operation: str,
-        eager: Way,
-        own: Way,
-        least_bytes: tuple[int, int],
-        *,
-        tensors: int,
-        weights: int = 0,
-        checked: bool = True,
-    ) -> KernelCase:
-        def inputs() -> list[Tensor]:
-            activations = [random_tensor(self.rows, self.columns, device=self.device) for _ in range(tensors)]
-            return activations + [random_tensor(self.columns, device=self.device) for _ in range(weights)]
-
-        return KernelCase(
-            operation=operation,
-            rows=self.rows,
-            columns=self.columns,
-            inputs=inputs,
-            eager=eager,
-            nearpeak=own,
-            liger=liger(operation),
-            forward_bytes=least_bytes[0],
-            backward_bytes=least_bytes[1],
-            checked=checked,
-        )
+    return KernelCase(
+        operation=operation,
+        rows=rows,
+        columns=columns,
+        inputs=inputs,
+        eager=row_operation.eager,
+        nearpeak=row_operation.nearpeak,
+        liger=liger(operation),
+        forward_bytes=row_operation.forward * tensor_bytes,
+        backward_bytes=row_operation.backward * tensor_bytes,
+        checked=row_operation.checked,
+    )
 
 
 def _eager_softmax(x: Tensor) -> Tensor:
@@ -146,26 +174,37 @@ def _eager_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Te
     return functional.rms_norm(total, weight.shape, weight, 1e-6), total
 
 
-def _rotary(rows: int, columns: int, device: str) -> KernelCase:
-    """Queries of as many elements, and keys of a quarter of as many heads, as transformers rotates them."""
-    heads = min(max(columns // HEAD, 1), MOST_HEADS)
-    rows, keys = max(rows * columns // (heads * HEAD), 1), max(heads // 4, 1)
-    bytes_moved = 2 * (2 * rows * (heads + keys) * HEAD) + 2 * (2 * rows * HEAD)
+def _eager_add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return functional.layer_norm(total, weight.shape, weight, bias), total
+
+
+def _eager_geglu(gate: Tensor, up: Tensor) -> Tensor:
+    return functional.gelu(gate) * up
+
+
+def rotary_case(
+    batch: int, tokens: int, heads: int, key_heads: int, dim: int, device: str, dtype: torch.dtype = torch.bfloat16
+) -> KernelCase:
+    """Queries and keys of [batch, heads, tokens, dim] with tokens before heads, as transformers rotates them."""
+    bytes_moved = dtype.itemsize * (2 * batch * tokens * (heads + key_heads) * dim + 2 * tokens * dim)
 
     def inputs() -> list[Tensor]:
-        exponents = torch.arange(0, HEAD, 2, device=device) / HEAD
-        angles = torch.arange(rows, device=device)[:, None] / 10000**exponents
+        exponents = torch.arange(0, dim, 2, device=device) / dim
+        angles = torch.arange(tokens, device=device)[:, None] / 10000**exponents
         angles = torch.cat([angles, angles], -1)[None]
         pair = [
-            random_tensor(1, rows, many, HEAD, device=device, grad=False).transpose(1, 2).requires_grad_()
-            for many in (heads, keys)
+            random_tensor(batch, tokens, many, dim, device=device, dtype=dtype, grad=False)
+            .transpose(1, 2)
+            .requires_grad_()
+            for many in (heads, key_heads)
         ]
-        return [*pair, angles.cos().bfloat16(), angles.sin().bfloat16()]
+        return [*pair, angles.cos().to(dtype), angles.sin().to(dtype)]
 
     return KernelCase(
         operation="rotary",
-        rows=rows,
-        columns=heads * HEAD,
+        rows=batch * tokens,
+        columns=heads * dim,
         inputs=inputs,
         eager=lambda q, k, cos, sin: (_rotated(q, cos, sin), _rotated(k, cos, sin)),
         nearpeak=lambda q, k, cos, sin: kernels.rotary_pair(q, k, cos, sin, seq_dim=-2),

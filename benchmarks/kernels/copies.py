@@ -38,13 +38,13 @@ class CopySizes:
 
 def copy_cases(sizes: CopySizes | None = None, device: str = "cuda") -> Iterator[KernelCase]:
     sizes = sizes or CopySizes()
-    for name, block in BLOCKS.items():
-        yield _quantize(name, block, sizes.side, device)
+    for name in BLOCKS:
+        yield quantize_case(name, sizes.side, sizes.side, device)
     for name in ("1x128", "128x128"):
         yield _dequantize(name, BLOCKS[name], sizes.side, device)
-    yield _transpose(sizes.side, device)
-    yield _permute(sizes, device)
-    yield _unpermute(sizes, device)
+    yield transpose_case(sizes.side, sizes.side, device)
+    yield permute_case(sizes, device)
+    yield unpermute_case(sizes, device)
     for dtype in (torch.bfloat16, torch.float32):
         yield _adamw(sizes, dtype, device)
 
@@ -74,15 +74,15 @@ def eager_dequantize(values: Tensor, scales: Tensor, block: Any) -> Tensor:
     return (numbers * scales).view(values.shape).bfloat16()
 
 
-def _quantize(name: str, block: Any, side: int, device: str) -> KernelCase:
-    elements = side * side
-    scales = {"tensor": 1, "row": side, "1x128": elements // 128, "128x128": elements // 128**2}[name]
+def quantize_case(name: str, rows: int, columns: int, device: str) -> KernelCase:
+    elements, block = rows * columns, BLOCKS[name]
+    scales = {"tensor": 1, "row": rows, "1x128": elements // 128, "128x128": elements // 128**2}[name]
     reads = 2 if name == "tensor" else 1
     return KernelCase(
         operation=f"quantize {name}",
-        rows=side,
-        columns=side,
-        inputs=lambda: [random_tensor(side, side, device=device, grad=False)],
+        rows=rows,
+        columns=columns,
+        inputs=lambda: [random_tensor(rows, columns, device=device, grad=False)],
         eager=lambda x: eager_quantize(x, block),
         nearpeak=lambda x: kernels.quantize(x, block=block),
         forward_bytes=elements * (2 * reads + 1) + 4 * scales,
@@ -110,15 +110,15 @@ def _dequantize(name: str, block: Any, side: int, device: str) -> KernelCase:
     )
 
 
-def _transpose(side: int, device: str) -> KernelCase:
+def transpose_case(rows: int, columns: int, device: str, dtype: torch.dtype = torch.bfloat16) -> KernelCase:
     return KernelCase(
         operation="transpose_copy",
-        rows=side,
-        columns=side,
-        inputs=lambda: [random_tensor(side, side, device=device, grad=False)],
+        rows=rows,
+        columns=columns,
+        inputs=lambda: [random_tensor(rows, columns, device=device, dtype=dtype, grad=False)],
         eager=lambda x: x.t().contiguous(),
         nearpeak=lambda x: kernels.transpose_copy(x),
-        forward_bytes=4 * side * side,
+        forward_bytes=2 * rows * columns * dtype.itemsize,
     )
 
 
@@ -140,7 +140,7 @@ def eager_unpermute(rows: Tensor, row_map: Tensor, weights: Tensor) -> Tensor:
     return (chosen * weights[..., None]).sum(1)
 
 
-def _permute(sizes: CopySizes, device: str) -> KernelCase:
+def permute_case(sizes: CopySizes, device: str) -> KernelCase:
     tokens, choices, number = sizes.tokens, sizes.choices, sizes.experts
     token = 2 * sizes.hidden
 
@@ -163,7 +163,7 @@ def _permute(sizes: CopySizes, device: str) -> KernelCase:
     )
 
 
-def _unpermute(sizes: CopySizes, device: str) -> KernelCase:
+def unpermute_case(sizes: CopySizes, device: str) -> KernelCase:
     tokens, choices = sizes.tokens, sizes.choices
     token = 2 * sizes.hidden
 

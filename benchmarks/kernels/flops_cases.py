@@ -135,16 +135,35 @@ def forward_call(way: Callable[..., Any], *given: Any) -> Call:
     return call
 
 
+class GradientCall:
+    """The backward pass alone, over results that are kept.
+
+    Args:
+        way: What is differentiated; it may have several results.
+        above: The gradient of each result that has one.
+        wanted: The tensors whose gradients are computed.
+        given: The arguments of the way.
+    """
+
+    def __init__(self, way: Callable[..., Any], above: Sequence[Tensor], wanted: Sequence[Tensor], *given: Any) -> None:
+        self._way, self._above, self._wanted, self._given = way, above, wanted, given
+        self._results: list[Tensor] = []
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        if not self._results:
+            results = self._way(*self._given)
+            results = results if isinstance(results, tuple) else (results,)
+            self._results = [result for result in results if result.requires_grad]
+        return torch.autograd.grad(self._results, self._wanted, self._above, retain_graph=True)
+
+    def fresh(self) -> GradientCall:
+        """The same call, whose forward pass has not run."""
+        return GradientCall(self._way, self._above, self._wanted, *self._given)
+
+
 def gradient_call(way: Callable[..., Any], above: Tensor, wanted: Sequence[Tensor], *given: Any) -> Call:
-    """The backward pass alone, over a result that is kept."""
-    kept: list[Tensor] = []
-
-    def call() -> tuple[Tensor, ...]:
-        if not kept:
-            kept.append(way(*given))
-        return torch.autograd.grad(kept[0], wanted, above, retain_graph=True)
-
-    return call
+    """The backward pass of a way with one result."""
+    return GradientCall(way, [above], wanted, *given)
 
 
 def both_call(way: Callable[..., Any], above: Tensor, wanted: Sequence[Tensor], *given: Any) -> Call:

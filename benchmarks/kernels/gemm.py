@@ -255,9 +255,13 @@ def _plain_residual(x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
 
 
 def _eight(kind: str, *, size: int, block: str, fast: bool, device: str) -> Made:
+    return fp8_product(size, size, size, block, fast, device)
+
+
+def fp8_product(rows: int, features: int, results: int, block: str, fast: bool, device: str) -> Made:
     """float8_e4m3fn with the scales of `quantize`; "exact" is without `fast_accumulate`."""
     torch.manual_seed(0)
-    wide = [random_tensor(size, size, device=device, grad=False) for _ in "xw"]
+    wide = [random_tensor(*shape, device=device, grad=False) for shape in ((rows, features), (results, features))]
     (x, scale_x), (weight, scale_weight) = (
         kernels.quantize(one, block=how) for one, how in zip(wide, BLOCKS[block], strict=True)
     )

@@ -6,7 +6,7 @@ untimed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,10 @@ class LossCase:
     tokens: int
     vocabulary: int
     ways: dict[str, Call]
+    exact: Callable[[], Sequence[Tensor]]
+    """Some rows of the gradients in float32 or float64."""
+    looked_at: Callable[[Any], Sequence[Tensor]]
+    """The same rows of what a way returns."""
     resets: dict[str, Call] = field(default_factory=dict)
     given_bytes: int = 0
     """What must be there beside the inputs whatever the way: gradients that are no input."""
@@ -51,9 +55,9 @@ def loss_cases(sizes: LossSizes | None = None, device: str = "cuda") -> Iterator
     yield lambda: linear_cross_entropy_case(sizes, device)
 
 
-def cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
+def cross_entropy_case(sizes: LossSizes, device: str, dtype: torch.dtype = torch.bfloat16) -> LossCase:
     tokens, vocabulary = sizes.tokens, sizes.vocabulary
-    kept = random_tensor(tokens, vocabulary, device=device, grad=False)
+    kept = random_tensor(tokens, vocabulary, device=device, dtype=dtype, grad=False)
     logits = _Made.apply(torch.ones((), requires_grad=True), kept)  # type: ignore[no-untyped-call]
     leaf = kept.detach().requires_grad_()  # for those that only read
     target = torch.randint(vocabulary, (tokens,), device=device)
@@ -65,6 +69,7 @@ def cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
     def reset() -> None:
         logits.detach().copy_(kept)
 
+    places = _some(tokens, device)
     compiled = torch.compile(functional.cross_entropy, dynamic=False, fullgraph=True, backend=cases.BACKEND)
     ways = {
         "nearpeak": both(lambda x, t: kernels.cross_entropy(x, t, inplace=True), logits),
@@ -82,6 +87,8 @@ def cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
         vocabulary=vocabulary,
         ways=ways,
         resets=resets,
+        exact=lambda: [_logits_gradient(kept[places].double(), target[places], tokens)],
+        looked_at=lambda gradients: [gradients[0][places]],
         bar_seconds=1.65e-3,
     )
 
@@ -110,8 +117,39 @@ def linear_cross_entropy_case(sizes: LossSizes, device: str) -> LossCase:
         vocabulary=vocabulary,
         ways=ways,
         resets={"three products": products.prepare},
+        exact=lambda: _exact_gradients(hidden.detach(), weight.detach(), target),
+        looked_at=lambda gradients: [gradients[0][_some(tokens, device)], gradients[1][_some(vocabulary, device)]],
         given_bytes=2 * (tokens + vocabulary) * width,
     )
+
+
+CHECKED_ROWS, CHUNK_TOKENS = 64, 1024
+
+
+def _some(rows: int, device: str) -> Tensor:
+    """Places from the first row to the last."""
+    return torch.linspace(0, rows - 1, min(CHECKED_ROWS, rows), device=device).long()
+
+
+def _logits_gradient(logits: Tensor, target: Tensor, tokens: int) -> Tensor:
+    """Of the mean loss of so many tokens, by the logits of some."""
+    shares = torch.softmax(logits, -1)
+    shares[torch.arange(len(target), device=target.device), target] -= 1.0
+    return shares / tokens
+
+
+def _exact_gradients(hidden: Tensor, weight: Tensor, target: Tensor) -> list[Tensor]:
+    """Of some tokens by their hidden states, and of all tokens by some rows of the weight, in float32."""
+    tokens, (vocabulary, width) = len(hidden), weight.shape
+    wide, matrix = _some(tokens, str(hidden.device)), weight.float()
+    by_hidden = _logits_gradient(hidden[wide].float() @ matrix.t(), target[wide], tokens) @ matrix
+    classes = _some(vocabulary, str(hidden.device))
+    by_weight = matrix.new_zeros(len(classes), width)
+    for start in range(0, tokens, CHUNK_TOKENS):
+        rows = hidden[start : start + CHUNK_TOKENS].float()
+        gradient = _logits_gradient(rows @ matrix.t(), target[start : start + CHUNK_TOKENS], tokens)
+        by_weight += gradient[:, classes].t() @ rows
+    return [by_hidden, by_weight]
 
 
 class _Made(torch.autograd.Function):

@@ -58,7 +58,7 @@ def expert_cases(sizes: ExpertSizes | None = None, device: str = "cuda") -> Iter
     rows = sizes.tokens * sizes.choices
     flops = 2.0 * rows * sizes.columns * sizes.inner
     size = f"{sizes.experts} x {sizes.columns} x {sizes.inner}, {rows} rows"
-    forward: Callable[[str], Made] = partial(_forward, sizes=sizes, device=device)
+    forward: Callable[[str], Made] = partial(grouped_forward, sizes=sizes, device=device)
     yield FlopsCase(
         operation="grouped_gemm",
         size=size,
@@ -82,7 +82,7 @@ def expert_cases(sizes: ExpertSizes | None = None, device: str = "cuda") -> Iter
             size=size,
             flops=flops,
             kinds=sizes.routings,
-            make=partial(_gradient, step=step, sizes=sizes, device=device),
+            make=partial(grouped_gradient, step=step, sizes=sizes, device=device),
         )
     for block in ("row", "128"):
         yield FlopsCase(
@@ -151,7 +151,7 @@ def _exact_product(given: _Grouped, rows: Tensor, weight: Tensor, transposed: bo
     return torch.stack(parts)
 
 
-def _forward(kind: str, *, sizes: Any, device: str) -> Made:
+def grouped_forward(kind: str, *, sizes: Any, device: str) -> Made:
     given = _grouped(kind, sizes, sizes.inner, device)
 
     def own(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def _gated(kind: str, *, sizes: Any, device: str) -> Made:
     )
 
 
-def _gradient(kind: str, *, step: str, sizes: Any, device: str) -> Made:
+def grouped_gradient(kind: str, *, step: str, sizes: Any, device: str) -> Made:
     given = _grouped(kind, sizes, sizes.inner, device)
     above = random_tensor(len(given.rows), sizes.inner, device=device, grad=False)
     by_rows = step == "by rows"
@@ -284,13 +284,13 @@ def layer_cases(sizes: Any, device: str) -> Iterator[FlopsCase]:
             size=size,
             flops=flops * (3 if both else 1),
             kinds=sizes.layers,
-            make=partial(_made, sizes=sizes, device=device, both=both),
+            make=partial(expert_layer, sizes=sizes, device=device, both=both),
             compiled=("nearpeak", "compile"),
             apart={"liger": partial(_liger_jobs, sizes, device)} if HAS_LIGER else {},
         )
 
 
-def _made(kind: str, *, sizes: Any, device: str, both: bool) -> Made:
+def expert_layer(kind: str, *, sizes: Any, device: str, both: bool) -> Made:
     given = _given(kind, sizes, device)
     ways: dict[str, Layer] = {
         "nearpeak": kernels.moe,

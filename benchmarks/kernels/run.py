@@ -10,6 +10,13 @@ MoE layers) and "linear_attention" (by sequence length). Several processes compi
 times all implementations of an operation in turns: GPU time with cold caches, and in most sections the error against
 float64. "Of copy" is the rate of the minimum traffic of an operation over the rate of a copy in the same run. Sections
 of the file that are not measured are kept.
+
+    python -m benchmarks.kernels --random 100 --cells 400 --limit 550 --json random_100.json
+    python -m benchmarks.kernels --show random_100.json random_101.json
+
+measures random cells in place of sections: operations and shapes as models have them, drawn by a seed (`drawing` has
+the ranges), each checked against float32 and beside every peer (`drawn_cases`). `--show` merges the files of several
+runs, and has a table by operation, one by size of heads, and the slowest cells (`score`).
 """
 
 from __future__ import annotations
@@ -31,6 +38,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels import drawing, score
 from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, set_compiler, without_failures, work_through
 from benchmarks.kernels.tables import TABLES, shown
 
@@ -272,6 +280,9 @@ def measured_copy(device: str, size: int = COPY_BYTES) -> float:
 SECTIONS = tuple(TABLES)
 LOSSES = ("cross_entropy", "linear_cross_entropy")
 COMPILE_SECONDS = 150.0
+COMPILE_SHARE = 0.4
+"""Of the time limit of random cells."""
+RANDOM_CELLS = 400
 
 
 def run_section(section: str, setting: Setting) -> Iterator[tuple[str, Callable[[], list[dict[str, Any]]]]]:
@@ -392,9 +403,14 @@ def started(file: Path | None, fresh: dict[str, Any], sections: Sequence[str]) -
 def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--show", type=Path, help="print the tables of results that were written, and measure nothing")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", help="print the tables of results that were written, and measure nothing"
+    )
     parser.add_argument("--only", default=",".join(SECTIONS), help="sections, with commas between")
     parser.add_argument("--operations", help="only these, with commas between")
+    parser.add_argument("--random", type=int, metavar="SEED", help="measure random cells in place of sections")
+    parser.add_argument("--cells", type=int, default=RANDOM_CELLS, help="how many of them; a pass of a shape is a cell")
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after a random cell that ends later")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison with float64 out")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 12), help="that compile; 0: none")
@@ -405,15 +421,30 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     unknown = set(arguments.only.split(",")) - set(SECTIONS)
     if unknown:
         parser.error(f"there is no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
+    if arguments.random is not None and arguments.operations:
+        missing = set(arguments.operations.split(",")) - set(drawing.OPERATIONS)
+        if missing:
+            parser.error(f"no such operations: {', '.join(sorted(missing))}; there are {', '.join(drawing.OPERATIONS)}")
     return arguments
+
+
+def show(files: Sequence[Path], only: Sequence[str]) -> str:
+    """The tables of a file, or of the random cells of several."""
+    contents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    if all(content.get("format") == score.FORMAT for content in contents):
+        return score.shown(score.merged(contents))
+    if len(contents) > 1:
+        raise SystemExit("--show takes one file of sections, or several of random cells")
+    return shown(contents[0], only)
 
 
 def main() -> int:
     arguments = parsed()
     if arguments.show:
         only = arguments.sections if len(arguments.sections) < len(SECTIONS) else ()
-        print(shown(json.loads(arguments.show.read_text(encoding="utf-8")), only))
+        print(show(arguments.show, only))
         return 0
+    start = time.perf_counter()
     set_caches()
     import torch
 
@@ -429,7 +460,47 @@ def main() -> int:
     if arguments.rehearse:
         timing.ROUNDS, timing.CALLS, timing.IN_A_ROW = 1, 4, 2
     with kernels.using("require"):  # a reference that runs in place of a kernel is an error
-        return run(arguments, setting)
+        return run(arguments, setting) if arguments.random is None else run_random(arguments, setting, start)
+
+
+def run_random(arguments: argparse.Namespace, setting: Setting, start: float) -> int:
+    """Random cells until the limit, counted from `start`."""
+    from benchmarks.kernels.random_run import compile_jobs, measure_cells, new_random_content
+
+    operations = arguments.operations.split(",") if arguments.operations else None
+    if arguments.rehearse:
+        cells = drawing.tiny_cells(arguments.random, operations)
+    else:
+        cells = drawing.cells(arguments.random, arguments.cells, operations)
+    if arguments.work:
+        work_through(Jobs(arguments.work), compile_jobs(cells, setting.device), clean)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
+        if arguments.processes:
+            command = [sys.executable, "-m", "benchmarks.kernels", "--work", folder]
+            command += ["--random", str(arguments.random), "--cells", str(arguments.cells)]
+            command += ["--operations", arguments.operations] if arguments.operations else []
+            command += ["--rehearse"] if arguments.rehearse else []
+            most = min(arguments.compile_seconds, COMPILE_SHARE * (arguments.limit or float("inf")))
+            took = run_workers(command, arguments.processes, most)
+            print(f"compiled in {took:.0f} s", file=sys.stderr, flush=True)
+            setting.jobs = Jobs(Path(folder))
+        setting.copy_rate = measured_copy(setting.device, 2**16 if arguments.rehearse else COPY_BYTES)
+        content = new_random_content(new_content(setting.copy_rate))
+        record = {"seed": arguments.random, "cells": arguments.cells, "operations": operations, "date": content["date"]}
+        content["runs"].append(record)
+
+        def write() -> None:
+            record["seconds"], record["measured"] = time.perf_counter() - start, len(content["cells"])
+            if arguments.json:
+                arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+        write()
+        until = None if arguments.limit is None else start + arguments.limit
+        if not measure_cells(cells, setting, content, write, clean, until):
+            print("stopped before the last cell", file=sys.stderr)
+    print(score.shown(content))
+    return 1 if content["failed"] else 0
 
 
 def run(arguments: argparse.Namespace, setting: Setting) -> int:

@@ -123,10 +123,12 @@ def in_turns(
     resets: Mapping[str, Way] | None = None,
     may_wait: bool = True,
     waiting: list[str] | None = None,
+    spread: dict[str, float] | None = None,
 ) -> dict[str, float]:
     """The median device time of each way with cold caches, in seconds; the first of all rounds warms up.
 
-    `resets` run before calls, outside of what is timed. `waiting` gets the names of the ways that wait for the device.
+    `resets` run before calls, outside of what is timed. `waiting` gets the names of the ways that wait for the device,
+    and `spread` the median distance of the rounds of each way from their median, as a share of that.
     """
     samplers: dict[str, _Sampler] = {}
     for name, way in ways.items():
@@ -141,7 +143,11 @@ def in_turns(
                 found = samplers[name].seconds()
                 if turn:
                     seconds[name].append(found)
-    return {name: median(series) for name, series in seconds.items()}
+    medians = {name: median(series) for name, series in seconds.items()}
+    if spread is not None:
+        for name, middle in medians.items():
+            spread[name] = median([abs(one - middle) for one in seconds[name]]) / max(middle, 1e-12)
+    return medians
 
 
 def host_in_turns(ways: Mapping[str, Way], calls: int | None = None) -> dict[str, float]:

@@ -3,7 +3,8 @@
     python -m benchmarks.pages.kernels benchmarks/results/kernels_h200.json
 
 writes docs/images/kernels_forward.svg, kernels_backward.svg and those of attention, products, experts and linear
-attention, and replaces what stands between the marks of the page. A test holds the page to the data.
+attention, and replaces what stands between the marks of the page, from benchmarks/results/kernels_random_h200.json what
+random cells gave. A test holds the page to the data.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernels import score
+from benchmarks.kernels.drawing import HEAD_SIZES, RANGES
 from benchmarks.kernels.tables import (
     ATTENTION_WAYS,
     LINEAR,
@@ -31,6 +34,7 @@ from benchmarks.kernels.tables import (
     rows_table,
     teraflops,
 )
+from benchmarks.markdown_table import table
 from benchmarks.pages.plots import Bar, BarAxis, BarGroup, BarPanel, bar_panels, curves
 from nearpeak.render.picture.scene import Scene
 from nearpeak.render.picture.svg import svg
@@ -248,6 +252,9 @@ PAGE = ROOT / "docs" / "kernels.md"
 RESULT = ROOT / "benchmarks" / "results" / "kernels_h200.json"
 IMAGES = ROOT / "docs" / "images"
 BEGIN, END = "<!-- results -->", "<!-- /results -->"
+RANDOM_RESULT = ROOT / "benchmarks" / "results" / "kernels_random_h200.json"
+RANDOM_BEGIN, RANDOM_END = "<!-- random cells -->", "<!-- /random cells -->"
+RANDOM_NOT_YET = "Not measured yet."
 NOT_YET = "Not on this page yet: results will be here, each with the command that gave it."
 PASSES = ("forward", "backward")
 ROW_WAYS = {"nearpeak": "0", "eager": "5", "compile": "1", "liger": "2"}
@@ -312,9 +319,51 @@ def part(content: Row | None) -> str:
 
 def page_with_results(text: str, content: Row | None) -> str:
     """The page with what stands between the marks replaced."""
-    before, rest = text.split(BEGIN, 1)
-    after = rest.split(END, 1)[1]
-    return f"{before}{BEGIN}\n\n{part(content)}\n\n{END}{after}"
+    return _replaced(text, BEGIN, END, part(content))
+
+
+def page_with_random(text: str, content: Row | None) -> str:
+    return _replaced(text, RANDOM_BEGIN, RANDOM_END, random_part(content))
+
+
+def _replaced(text: str, begin: str, end: str, content: str) -> str:
+    before, rest = text.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    return f"{before}{begin}\n\n{content}\n\n{end}{after}"
+
+
+def random_results() -> Row | None:
+    """The published results of random cells, if there are any."""
+    if not RANDOM_RESULT.exists():
+        return None
+    content: Row = json.loads(RANDOM_RESULT.read_text(encoding="utf-8"))
+    return content
+
+
+def random_part(content: Row | None) -> str:
+    """What is drawn, which seeds are for what, and the results."""
+    heads = ", ".join(f"{dim}" if dim == values else f"{dim} (values of {values})" for dim, values in HEAD_SIZES)
+    parts = [
+        "Sizes are log-uniform within these ranges, heads are of " + heads + ". Work and memory of a cell are limited.",
+        table(["operation", "what is drawn"], [[f"`{names}`", what] for names, what in RANGES.items()], 2),
+        f"Kernels and the choice between backends are tuned on cells of seeds {min(score.TUNING_SEEDS)} to"
+        f" {max(score.TUNING_SEEDS)}; the cells here are of other seeds. The ratio of a cell is the time of the fastest"
+        " peer over that of nearpeak. Cells that no peer runs are counted apart; `short` are those where nearpeak or"
+        " the fastest peer takes less than 10 us.",
+    ]
+    if content is None:
+        return "\n\n".join([*parts, RANDOM_NOT_YET])
+    rows = content["cells"]
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    parts += [
+        f"{content['machine']}, {versions}, {content['date'][:10]}; {score.runs_text(content)}.",
+        score.operations_table(rows),
+    ]
+    if any(score.head_name(row) for row in rows):
+        parts += ["Attention by size of heads:", score.heads_table(rows)]
+    parts += ["The slowest cells:", score.worst_table(rows)]
+    parts += ["In how many cells each peer ran, could not, and was the fastest peer:", score.peers_table(rows)]
+    return "\n\n".join(parts)
 
 
 def main() -> None:
@@ -326,7 +375,8 @@ def main() -> None:
         (IMAGES / f"kernels_{name}.svg").write_text(plot(content, name), encoding="utf-8")
     for file, picture in (attention_plots(content) | product_plots(content)).items():
         (IMAGES / f"{file}.svg").write_text(svg(picture), encoding="utf-8")
-    PAGE.write_text(page_with_results(PAGE.read_text(encoding="utf-8"), content), encoding="utf-8")
+    text = page_with_results(PAGE.read_text(encoding="utf-8"), content)
+    PAGE.write_text(page_with_random(text, random_results()), encoding="utf-8")
 
 
 if __name__ == "__main__":
