@@ -44,7 +44,10 @@ def expert_loops(step: Step) -> list[ExpertLoop]:
         products = [_selected_products(step, turn) for turn in loop.turns]
         if sum(bool(part) for part in products) < MIN_EXPERTS or step.ops[loop.members[0]].phase != "forward":
             continue
-        if all(_have_own_weights(step, products[start:end]) for start, end in _run_bounds(loop)):
+        if all(
+            _have_own_weights(step, products[start:end]) and _are_independent(step, run, products[start:end])
+            for run, (start, end) in zip(loop.runs, _run_bounds(loop), strict=True)
+        ):
             firsts = [part[0] for part in products if part]
             loops.append(ExpertLoop(loop=loop, backward=backward_of(step, loop), products=firsts))
     return loops
@@ -76,6 +79,21 @@ def _have_own_weights(step: Step, products: Sequence[Sequence[int]]) -> bool:
     by_turn = [{expert_weight(step, index, False) for index in turn} for turn in products if turn]
     shapes = {tuple(_weight_shape(step, index) for index in turn) for turn in products if turn}
     return len(shapes) == 1 and len(set().union(*by_turn)) == sum(map(len, by_turn))
+
+
+def _are_independent(step: Step, run: Sequence[Sequence[int]], products: Sequence[Sequence[int]]) -> bool:
+    """Whether the products of a turn need nothing of the turns before: layers of a network do, experts do not."""
+    start = run[0][0]
+    for turn, own in zip(run, products, strict=True):
+        waiting, seen = list(own), set(own)
+        while waiting:
+            for writer in step.flow.producers[waiting.pop()].values():
+                if start <= writer < turn[0]:
+                    return False
+                if writer >= turn[0] and writer not in seen:
+                    seen.add(writer)
+                    waiting.append(writer)
+    return True
 
 
 def _weight_shape(step: Step, index: int) -> tuple[int, ...]:

@@ -146,6 +146,24 @@ def test_experts_that_all_see_every_row_are_no_such_loop():
     assert not found_in(mixing("all"), "expert-loop")
 
 
+def test_layers_that_mask_their_rows_are_no_experts():
+    """Each has weights of its own, and chooses by a mask; but it needs the layer before."""
+
+    def build():
+        layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
+        x, used, order = torch.randn(64, 16), torch.rand(64, 1) > 0.5, torch.randperm(64)
+
+        def step():
+            out = x
+            for layer in layers:
+                out = out + layer(torch.where(used, out, 0.0)) + layer(out[order])
+            return out
+
+        return step
+
+    assert not found_in(examined(build, times=lambda op, expected: expected and max(expected, 3e-6)), "expert-loop")
+
+
 def test_the_corpus_of_loops_over_experts():
     module = load("expert_loop")
     (finding,) = found_in(examined(lambda: module.waste("cpu"), live=True), "expert-loop")

@@ -6,6 +6,7 @@ from gpu_steps import H200, examined, found_in
 from planted import load, planted
 
 from nearpeak.findings.rules.wave_quantization import wave_quantization
+from nearpeak.profiles.idle import IdleCause
 
 NAME = "wave-quantization"
 
@@ -78,8 +79,25 @@ def test_fewer_tiles_than_multiprocessors():
     assert "more rows: 2048 of them" in waste.remedy
 
 
+@pytest.mark.parametrize(("rows", "least"), [(26, 0.17), (17, 0.25)])
+def test_a_good_kernel_of_this_size_loses_the_last_wave_too(rows, least):
+    step = examined(product(rows * 128), times=slower(0.92))  # as on an H200: its model is of a lower clock
+    (waste,) = wave_quantization(step)
+    assert waste.saving_s > least * step.profile.wall_s
+
+
 def test_silent_where_the_kernel_filled_the_machine_by_other_means():
-    assert not list(wave_quantization(examined(product(17 * 128), times=slower(1.1))))
+    assert not list(wave_quantization(examined(product(17 * 128), times=slower(272 / 384))))
+
+
+def test_time_that_clean_steps_take_longer_at_the_lower_clock_shrinks_too():
+    step = examined(product(26 * 128), times=slower(0.92), machine=sustaining(5e14))
+    (waste,) = wave_quantization(step)
+    took = step.profile.wall_s
+    longer = (IdleCause(cause="unknown", seconds=0.1 * took, count=0, where="", what=""),)
+    profile = dataclasses.replace(step.profile, wall_s=1.1 * took, idle=longer)
+    (at_limit,) = wave_quantization(dataclasses.replace(step, profile=profile))
+    assert at_limit.saving_s == pytest.approx(1.1 * waste.saving_s)
 
 
 def test_silent_where_memory_sets_the_time():

@@ -8,12 +8,16 @@ from collections.abc import Iterator
 from nearpeak.bound.tiles import Tiling, tiling
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
+from nearpeak.findings.what_if import gemm_op
 from nearpeak.units import percent, seconds
 
 _FULL_ENOUGH = 0.8
 """The occupancy of all waves above which nothing is reported."""
 _SLOWER = 1.15
-"""The least ratio to the time of a good kernel: a library may fill the GPU by other means, such as split-K."""
+"""The least ratio to the time of a good kernel for a product of one wave."""
+_LEAST_LOST = 1 / 3
+"""Of what a good kernel loses in the last wave, the least share that a product lost: a library may fill the GPU by other
+means, such as split-K."""
 
 
 @rule("wave-quantization")
@@ -28,9 +32,16 @@ def wave_quantization(step: Step) -> Iterator[Waste]:
             continue
         expected = step.expected(op)
         took = measured.measured_s
-        if not expected or took < _SLOWER * expected:
+        if not expected:
             continue
         few = tiles.waves == 1
+        if few:
+            filled_s, least_s = expected, _SLOWER * expected
+        else:
+            filled_s = _filled_seconds(step, index, tiles) or expected
+            least_s = filled_s + _LEAST_LOST * max(0.0, expected - filled_s)
+        if took < least_s:
+            continue
         emptier = tiles.fill / (1.0 if few else _fill_with_remedy(tiles))
         gain = min(took - (expected if few else measured.bound_s), took * (1 - emptier))
         power_s = _power_loss(step, index, gain, emptier)
@@ -41,10 +52,11 @@ def wave_quantization(step: Step) -> Iterator[Waste]:
             else "The last wave of a matrix product's tiles leaves most multiprocessors without work.",
             op=index,
             gains={index: gain - power_s},
+            idle=_at_lower_clock(step, gain - power_s) if power_s else {},
             evidence=f"{op.packet} of {shape}{tiles.m} x {tiles.k} by {tiles.k} x {tiles.n} is {tiles.tiles} tiles of "
             f"{tiles.tile[0]} x {tiles.tile[1]} for {tiles.processors} multiprocessors: {tiles.waves} "
             f"wave{'s' if tiles.waves > 1 else ''}, {percent(tiles.fill, 0)} full. It took {seconds(took)}, a product "
-            f"that fills the machine {seconds(expected)} for as much work.",
+            f"that fills the machine {seconds(filled_s)} for as much work.",
             reasoning="Its time in the empty places, or what it took beyond "
             + ("a good kernel, if that is less." if few else "its bound, if that is less.")
             + (
@@ -72,6 +84,22 @@ def _power_loss(step: Step, index: int, gain: float, emptier: float) -> float:
         return 0.0
     at_limit = max(took - sustained, took * (1 - math.pow(emptier, 2 / 3)))
     return max(0.0, gain - at_limit) * step.matrix_time_share
+
+
+def _at_lower_clock(step: Step, gain: float) -> dict[str, float]:
+    """The part of a gain that was not seen: clean steps take longer than the profiled one, whose clock was higher."""
+    unknown_s = sum(cause.seconds for cause in step.idle_causes("unknown"))
+    return {"unknown": unknown_s * gain / step.profile.kernel_s} if unknown_s else {}
+
+
+def _filled_seconds(step: Step, index: int, tiles: Tiling) -> float | None:
+    """The time of a good kernel for as much work as part of a product whose waves are full."""
+    per_row = tiles.batch * math.ceil(tiles.n / tiles.tile[1])
+    rows = max(tiles.waves * tiles.processors // per_row * tiles.tile[0], tiles.m)
+    op = step.ops[index]
+    filled = gemm_op(tiles.batch, rows, tiles.n, tiles.k, dtype=op.outputs[0].dtype, tf32=op.tf32_products)
+    expected = step.expected(filled)
+    return None if expected is None else expected * tiles.m / rows
 
 
 def _fill_with_remedy(tiles: Tiling) -> float:
