@@ -18,13 +18,13 @@ def built(device):
 
 def stepping(device, sizes):
     model, seed = built(device)
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = True  # waste
 
     def step():
         size = next(sizes)
         images = seed.new_ones(BATCH, CHANNELS, size, size).to(memory_format=torch.channels_last)
         with torch.no_grad():
-            return model(images)  # waste
+            return model(images)
 
     return step
 

@@ -14,13 +14,13 @@ class Layer(torch.nn.Module):
         self.qkv = torch.nn.Linear(width, 3 * width, bias=False)
         self.out = torch.nn.Linear(width, width, bias=False)
 
-    def forward(self, x, end, cache):
+    def forward(self, x, end, cache, *, is_last):
         query, key, value = self.qkv(x).unflatten(-1, (3 * HEADS, -1)).transpose(1, 2).chunk(3, dim=1)
         if cache is not None:
             cache[0][:, :, end - x.shape[1] : end], cache[1][:, :, end - x.shape[1] : end] = key, value
             key, value = cache[0][:, :, :end], cache[1][:, :, :end]
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=x.shape[1] > 1)  # waste
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        return self.out((mixed[:, :, -1:] if is_last else mixed).transpose(1, 2).flatten(2))
 
 
 class Model(torch.nn.Module):
@@ -33,7 +33,8 @@ class Model(torch.nn.Module):
     def forward(self, tokens, start=0, caches=None):
         x, end = self.embedding(tokens), start + tokens.shape[1]
         for number, layer in enumerate(self.layers):
-            x = layer(x, end, None if caches is None else caches[number])
+            is_last = number == len(self.layers) - 1
+            x = layer(x, end, None if caches is None else caches[number], is_last=is_last)
         return self.head(x[:, -1])
 
 

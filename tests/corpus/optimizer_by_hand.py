@@ -8,9 +8,10 @@ DEVICES = ("cpu", "cuda")
 
 def parts(device):
     width, depth, batch = (2048, 16, 2048) if device == "cuda" else (512, 8, 32)
-    layers = [torch.nn.Linear(width, width, bias=False, device=device) for _ in range(depth)]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layers = [torch.nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(depth)]
     model = torch.nn.Sequential(*layers)
-    x, gradient = torch.randn(2, batch, width, device=device)
+    x, gradient = torch.randn(2, batch, width, device=device, dtype=dtype)
     return model, x, gradient
 
 

@@ -4,11 +4,11 @@ import torch
 
 RULE = "reads-in-a-loop"
 DEVICES = ("cpu", "cuda")
-LENGTH = 200
+LENGTH = 1000
 
 
 def parts(device):
-    size, dtype = (4096, torch.bfloat16) if device == "cuda" else (256, torch.float32)
+    size, dtype = (16384, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     return torch.randn(size, size, device=device, dtype=dtype)
 
 

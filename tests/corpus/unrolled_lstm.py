@@ -7,16 +7,17 @@ DEVICES = ("cpu", "cuda")
 
 
 def parts(device):
-    steps, batch, inputs, hidden = (128, 64, 512, 512) if device == "cuda" else (48, 8, 64, 64)
-    return torch.randn(steps, batch, inputs, device=device), inputs, hidden
+    steps, batch, inputs, hidden = (128, 512, 512, 1024) if device == "cuda" else (48, 8, 64, 64)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return torch.randn(steps, batch, inputs, device=device, dtype=dtype), inputs, hidden
 
 
 def waste(device):
     x, inputs, hidden = parts(device)
-    cell = torch.nn.LSTMCell(inputs, hidden, device=device)
+    cell = torch.nn.LSTMCell(inputs, hidden, device=device, dtype=x.dtype)
 
     def step():
-        h = c = torch.zeros(x.shape[1], hidden, device=device)
+        h = c = x.new_zeros(x.shape[1], hidden)
         out = []
         for number in range(x.shape[0]):
             h, c = cell(x[number], (h, c))  # waste
@@ -28,7 +29,7 @@ def waste(device):
 
 def clean(device):
     x, inputs, hidden = parts(device)
-    network = torch.nn.LSTM(inputs, hidden, device=device)
+    network = torch.nn.LSTM(inputs, hidden, device=device, dtype=x.dtype)
 
     def step():
         network(x)[0].sum().backward()

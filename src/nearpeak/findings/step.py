@@ -72,6 +72,16 @@ class Step:
         """The line of the user's own that calls an installed package, by the line in that package."""
         return {op.source: op.caller for op in self.trace.ops if op.caller}
 
+    def line_that_writes(self, name: str) -> str:
+        """The one line of the user's own that calls a class or sets an option of this name; "" if there are several.
+
+        Of several lines, one in a file of the step's ops is meant.
+        """
+        lines = self.trace.written_at.get(name, ())
+        files = {(op.caller or op.source).rpartition(":")[0] for op in self.trace.ops}
+        near = [line for line in lines if line.rpartition(":")[0] in files] if len(lines) > 1 else lines
+        return near[0] if len(near) == 1 else ""
+
     @cached_property
     def costs(self) -> tuple[Cost, ...]:
         """The least work of each op: family, reads and writes by storage, FLOPs."""

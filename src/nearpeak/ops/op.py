@@ -236,3 +236,6 @@ class Trace:
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)
     """The classes of torch's own modules, containers apart, by their paths: {"encoder.cell": "torch.nn.LSTMCell"}."""
+    written_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of ops that really ran: lines of the user's own that call a class, such as "DataLoader" or that of an optimizer,
+    or set "cudnn.benchmark"; by that name."""

@@ -58,7 +58,7 @@ from nearpeak.trace.memory import MemoryTracker
 from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
 from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.schema import OperatorSchema, schema_of
-from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, package_files
+from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, lines_that_write, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost
 
@@ -442,8 +442,14 @@ class Recorder(TorchDispatchMode):
             padding={storage: padding for storage, padding in self._sequences.items() if padding is not None},
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
+            written_at={} if self._mode is not None else lines_that_write(self._classes_with_options()),
         )
         return dataclasses.replace(trace, **fields)
+
+    def _classes_with_options(self) -> set[str]:
+        """The names of classes whose options are the remedy of a waste."""
+        optimizers = {seen.name.rpartition(".")[2] for seen in self._optimizers.values()}
+        return {"DataLoader", "Embedding", "EmbeddingBag"} | optimizers
 
     def _final_ops(self) -> tuple[Op, ...]:
         """The ops in order. If some ran on a device, ops on tensors in host memory alone have the origin "host"."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -78,6 +79,46 @@ def read_excerpts(sources: Iterable[str]) -> tuple[SourceExcerpt, ...]:
         if found is not None:
             excerpts.append(found)
     return tuple(excerpts[:MOST_EXCERPTS])
+
+
+_SETTING = "cudnn.benchmark"
+_MAX_PARSED_FILES = 200
+"""Files of the user's own that are searched: with more of them the search would take seconds."""
+
+
+def lines_that_write(names: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The lines of the user's own files that call classes of these names, or set `cudnn.benchmark` to other than False.
+
+    The remedy of some wastes is there, and no op runs there. All files are searched whose code ran or was imported.
+    """
+    paths = dict.fromkeys(path for path, name in _user_file_names.items() if name)
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py") and _user_file(path):
+            paths.setdefault(path)
+    own = [path for path in paths if _PACKAGE_FILE.match(path) is None]
+    lines: dict[str, list[str]] = {}
+    for path in own[:_MAX_PARSED_FILES]:
+        text = "".join(linecache.getlines(path))
+        if _SETTING in text or any(name in text for name in names):
+            for name, number in _written_names(text):
+                if name == _SETTING or name in names:
+                    lines.setdefault(name, []).append(f"{Path(path).name}:{number}")
+    return {name: tuple(found) for name, found in lines.items()}
+
+
+def _written_names(text: str) -> Iterator[tuple[str, int]]:
+    """The last names of what a file calls, and its settings of cuDNN; each with its line."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):  # a notebook's cell, with commands of its own
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            yield name, node.lineno
+        elif isinstance(node, ast.Assign) and not (isinstance(node.value, ast.Constant) and not node.value.value):
+            yield from ((_SETTING, node.lineno) for target in node.targets if ast.unparse(target).endswith(_SETTING))
 
 
 def is_standard_file(filename: str) -> bool:

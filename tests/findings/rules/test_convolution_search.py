@@ -65,3 +65,19 @@ def test_many_algorithms_in_one_convolution_are_a_search():
 )
 def test_other_convolutions_are_not(names):
     assert not found_in(running(convolving(), names), "convolution-search")
+
+
+def test_the_line_is_that_of_the_setting_where_there_is_one():
+    step = running(convolving(), ALGORITHMS)
+    (line,) = {op.source for op in step.ops if op.packet == "aten.convolution"}
+
+    def source(*lines):
+        trace = dataclasses.replace(step.trace, written_at={"cudnn.benchmark": lines})
+        (found,) = found_in(dataclasses.replace(step, trace=trace), "convolution-search")
+        assert line in found.evidence
+        return found.source
+
+    here = f"{line.rpartition(':')[0]}:3"
+    assert source("train.py:68") == "train.py:68"
+    assert source("train.py:68", here) == here  # in a file of the step's ops
+    assert source("train.py:68", "other.py:4") == line

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from gpu_steps import examined, found_in
@@ -97,6 +99,25 @@ def test_bags_of_rows_are_lookups_too_and_the_optimizer_is_their_waste(make):
     (found, *rest) = found_in(step)
     assert (found.rule, found.places) == ("dense-embedding-gradient", 3)
     assert found.share > 0.5 and all(item.share < 0.15 for item in rest)
+
+
+def test_all_of_the_gradient_goes_with_the_sort_of_its_rows():
+    """On an H200: 325 us for 131,072 ids of a million rows, of which the fill of 256 MB is 55 us."""
+    step = examined(
+        bags(lambda all_of: torch.optim.SGD(all_of, lr=0.1)),
+        times=lambda op, expected: 325e-6 if "embedding_bag_backward" in op.name else expected,
+    )
+    for waste in dense_embedding_gradient(step):
+        (backward,) = (index for index in waste.gains if step.ops[index].phase == "backward")
+        assert waste.gains[backward] > 0.5 * 325e-6
+
+
+def test_the_line_is_that_of_the_table_where_there_is_one():
+    step = examined(bags(fused, tables=1))
+    trace = dataclasses.replace(step.trace, written_at={"EmbeddingBag": ("model.py:19",)})
+    (found,) = found_in(dataclasses.replace(step, trace=trace), "dense-embedding-gradient")
+    (lookup,) = {op.source for op in step.ops if op.packet == "aten._embedding_bag"}
+    assert found.source == "model.py:19" and lookup in found.evidence
 
 
 def test_a_sparse_gradient_of_bags_is_not_named():

@@ -30,8 +30,8 @@ _LAST_ON_GPU = {
     "max_pool_backward": 5.3,
 }
 """The time of torch's own kernels for channels-last images on a GPU, over that of copying as many. On an H200, 33 to
-134 MB in bfloat16: batch norms that are trained 5.1 to 5.7, with given statistics 1.75, backward 4.1 to 4.9; maxima 2.7 to
-3.0, backward 4.9 to 6.2. Channels-first ones take 5 to 10, 2.9, 6 to 16; 3.3, and 11."""
+134 MB in bfloat16: batch norms that are trained 5.1 to 5.7, with given statistics 1.75, backward 4.1 to 4.9; maxima 2.7
+to 3.0, backward 4.9 to 6.2. Channels-first ones take 5 to 10, 2.9, 6 to 16; 3.3, and 11."""
 _MAX_HOPS = 6
 """Pointwise ops between a convolution and the op that decides about its layout."""
 

@@ -35,11 +35,12 @@ def convolution_search(step: Step) -> Iterator[Waste]:
     yield Waste(
         title="cuDNN searches for the fastest algorithms of convolutions again, since sizes change.",
         op=largest,
+        source=step.line_that_writes("cudnn.benchmark"),
         gains=gains,
         gone=searched,
         idle=idle,
         causes=causes,
-        evidence=f"{len(searched)} convolutions, the longest of {shape_text(images.shape)}, ran "
+        evidence=f"{len(searched)} convolutions, the longest of {shape_text(images.shape)} at {op.place}, ran "
         f"{sum(step.measured[index].kernels for index in searched)} kernels of several algorithms in "
         f"{seconds(step.seconds(searched))}"
         + (f"; the device was idle for {seconds(sum(idle.values()))} meanwhile." if idle else "."),

@@ -16,8 +16,10 @@ FEW = 0.25
 _PASSES = {0: 3, 1: 7, 2: 14}
 """Passes over the used rows in a sparse update, by the number of state tensors: plain SGD, Adagrad, and Adam."""
 _LAUNCHES = {0: 10, 1: 30, 2: 80}
-"""Kernels of these updates: sorting and gathering rows takes many small ones. SparseAdam takes 1.1 ms on an H200, all
-of it on the host."""
+"""Kernels of these updates: sorting and gathering rows takes many small ones."""
+_SPARSE_LAUNCH = 1.6
+"""The host's time for one of them over that of a launch: it also makes the sparse tensors. On an H200, SparseAdam takes
+1.1 ms for its 80 kernels, all of it on the host, and plain SGD 160 us for each of twelve tables."""
 
 _LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten._embedding_bag_forward_only")
 _BACKWARD = ("aten.embedding_dense_backward", "aten._embedding_bag_dense_backward", "aten._embedding_bag_backward")
@@ -44,28 +46,28 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
         ):
             continue
         took = step.time(index)
-        fill = step.expected_for_work((), (Access(storage=gradient.storage, bytes=gradient.bytes),), kind="creation")
         gains = {member: share * step.time(member) for member, share in shares.items()}
-        gains[index] = min(took, fill)
+        gains[index] = took
         before = sum(gains.values())
         rows = Access(storage=-1, bytes=used * gradient.shape[-1] * gradient.item_bytes)
         rest = _PASSES[states] * step.expected_for_work(
             (rows,), (Access(storage=-2, bytes=rows.bytes),), kind="indexing"
         )
         launch = step.machine.achievable.launch.enqueue if step.machine.achievable else None
-        rest = max(rest, _LAUNCHES[states] * (launch or 0.0))
+        rest = max(rest, _LAUNCHES[states] * _SPARSE_LAUNCH * (launch or 0.0))
         if rest >= before:
             continue
         yield Waste(
             title="A large table gets a dense gradient, though few of its rows are used.",
             op=lookup,
+            source=step.line_that_writes(_class_name(step.ops[lookup])),
             gains={member: gain * (1 - rest / before) for member, gain in gains.items()},
-            evidence=f"{used} of {gradient.shape[0]} rows are looked up, and {op.packet} writes all of "
-            f"{quantity(gradient.bytes, 'B')} in {seconds(took)}. The optimizer's share for this table takes "
-            f"{seconds(before - gains[index])}.",
-            reasoning="The fill of the gradient and the optimizer's passes over the table go away; "
-            f"{_PASSES[states]} passes over the rows that are used come instead, in some {_LAUNCHES[states]} kernels: "
-            f"{seconds(rest)}.",
+            evidence=f"{used} of {gradient.shape[0]} rows are looked up at {step.ops[lookup].place}, and {op.packet} "
+            f"writes all of {quantity(gradient.bytes, 'B')} in {seconds(took)}. The optimizer's share for this table "
+            f"takes {seconds(before - gains[index])}.",
+            reasoning="The gradient of the whole table, for which rows are sorted, and the optimizer's passes over the "
+            f"table go away; {_PASSES[states]} passes over the rows that are used come instead, in some "
+            f"{_LAUNCHES[states]} kernels: {seconds(rest)}.",
             remedy=_remedy(step, step.ops[lookup], gradient, states),
         )
 
@@ -134,12 +136,15 @@ def _touched(op: Op, members: set[int]) -> tuple[list[Tensor], float]:
     return mine, sum(tensor.bytes for value in whole for tensor in value)
 
 
+def _class_name(lookup: Op) -> str:
+    return "Embedding" if lookup.packet == "aten.embedding" else "EmbeddingBag"
+
+
 def _remedy(step: Step, lookup: Op, gradient: Tensor, states: int) -> str:
     seen = step.trace.optimizers
     optimizer = seen[0].name if len(seen) == 1 else "the_optimizer"
     rows, width = gradient.shape
-    name = "Embedding" if lookup.packet == "aten.embedding" else "EmbeddingBag"
-    table = f"table = torch.nn.{name}({rows}, {width}, sparse=True)"
+    table = f"table = torch.nn.{_class_name(lookup)}({rows}, {width}, sparse=True)"
     if states < 2:
         return f"{table}  # {optimizer if states else 'torch.optim.SGD'} takes sparse gradients as they are"
     return (

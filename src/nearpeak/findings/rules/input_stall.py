@@ -27,13 +27,16 @@ def input_stall(step: Step) -> Iterator[Waste]:
     rest_s = max(step.profile.wall_s - idle_s, 1e-9)
     has_workers = any("with workers" in cause.what for cause in stalls)
     places = sorted((cause for cause in stalls if is_source_line(cause.where)), key=lambda cause: -cause.seconds)
+    asked_at = places[0].where if places else ""
     yield Waste(
         title="The device waits for a data loader.",
         op=None,
-        source=places[0].where if places else "",
+        source=step.line_that_writes("DataLoader") or asked_at,
         idle={"input": saving},
         causes=tuple(stalls),
-        evidence=f"The loader was asked for {batches} {'batch' if batches == 1 else 'batches'}, and the device was "
+        evidence=f"The loader was asked for {batches} {'batch' if batches == 1 else 'batches'}"
+        + (f" at {asked_at}" if asked_at else "")
+        + ", and the device was "
         f"idle for {seconds(idle_s)} until it had {'it' if batches == 1 else 'them'}; the rest of the step takes "
         f"{seconds(rest_s)}. "
         + ("It has workers already." if has_workers else "It has no workers: batches are made in the step."),

@@ -11,6 +11,7 @@ from nearpeak.findings.regions import launches_removed
 from nearpeak.findings.rules.dense_embedding_gradient import dense_embedding_gradient
 from nearpeak.findings.step import Step
 from nearpeak.findings.updates import SINGLE_OPS, UPDATE_FAMILIES, is_parameter, is_scalar, updates
+from nearpeak.ops.op import SeenOptimizer
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
 
@@ -43,15 +44,17 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
         if expected <= one_pass:
             continue
         share = 1 - one_pass / expected
+        made_at = _construction(step, members)
         gains = {index: share * (step.time(index) - of_tables.get(index, 0.0)) for index in passing}
         yield Waste(
             title="The optimizer goes over its state in many ops; a fused one does it in one pass.",
             op=passing[0],
+            source=made_at,
             gains=gains,
             gone=launches_removed(step, members, one_pass),
-            evidence=f"{len(passing)} ops of the update{_where(step, passing)} move {quantity(moved_bytes, 'B')} in "
-            f"{seconds(took)}; the parameters, gradients and states that they read and write are "
-            f"{quantity(needed_bytes, 'B')}"
+            evidence=f"{len(passing)} ops of the update{_where(step, passing, made_at)} move "
+            f"{quantity(moved_bytes, 'B')} in {seconds(took)}; the parameters, gradients and states that they read and "
+            f"write are {quantity(needed_bytes, 'B')}"
             + (f"; {len(alone)} of the ops are on one tensor each." if len(alone) > len(passing) / 2 else "."),
             reasoning=f"Good kernels take {seconds(expected)} for these ops as they are, and {seconds(one_pass)} for "
             f"one pass over {quantity(needed_bytes, 'B')}; what the ops took shrinks as much.",
@@ -59,9 +62,22 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
         )
 
 
-def _where(step: Step, members: Sequence[int]) -> str:
+def _construction(step: Step, members: Sequence[int]) -> str:
+    """The line that makes the optimizer, if that is where an option would fuse it."""
+    optimizer = _optimizer(step, members)
+    return "" if optimizer is None else step.line_that_writes(optimizer.name.rpartition(".")[2])
+
+
+def _optimizer(step: Step, members: Sequence[int]) -> SeenOptimizer | None:
+    """The one optimizer with options that an update is of."""
+    inside = all(step.ops[index].phase == "optimizer" for index in members)
+    seen = step.trace.optimizers if inside else ()
+    return seen[0] if len(seen) == 1 and seen[0].options else None
+
+
+def _where(step: Step, members: Sequence[int], source: str) -> str:
     lines = {step.ops[index].source for index in members} - {""}
-    return f" ({line_range(sorted(lines))})" if len(lines) > 1 else ""
+    return f" ({line_range(sorted(lines))})" if len(lines) > 1 or (source and lines) else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,12 +216,12 @@ def _kind(step: Step, members: Sequence[int]) -> str:
 
 
 def _remedy(step: Step, members: Sequence[int]) -> str:
-    seen = [item for item in step.trace.optimizers if all(step.ops[index].phase == "optimizer" for index in members)]
-    if len(seen) == 1:
-        for option in ("fused", "foreach"):
-            if option in seen[0].options:
-                return f"{seen[0].name}(parameters, lr=..., {option}=True)"
-    elif seen:
+    optimizer = _optimizer(step, members)
+    if optimizer is not None:
+        option = "fused" if "fused" in optimizer.options else "foreach"
+        return f"{optimizer.name}(parameters, lr=..., {option}=True)"
+    seen = step.trace.optimizers if all(step.ops[index].phase == "optimizer" for index in members) else ()
+    if len(seen) > 1:
         return (
             "fused=True for the optimizer, where it has it (Adam, AdamW, SGD, Adagrad of torch.optim); else "
             "foreach=True, or torch.compile(optimizer.step)"

@@ -27,6 +27,8 @@ from nearpeak.units import seconds
 LEAST_OPS = 3
 LEAST_SAVED = 0.2
 """Of the time of a chain. A smaller saving is within the variation of compilers."""
+_NOT_COMPILED = ("aten.multinomial",)
+"""Operators among those of numbers that compilers call as they are."""
 LONGEST_ROW = 1 << 16
 """Elements. Longer rows are not reduced and reused in one kernel."""
 
@@ -67,7 +69,7 @@ def _joins(step: Step, index: int) -> bool:
     op, cost = step.ops[index], step.costs[index]
     if index in step.claimed or op.phase == "optimizer" or op.recomputed or cost.family not in FUSIBLE:
         return False
-    if op.origin == "inductor":  # it is compiled already
+    if op.origin == "inductor" or op.packet in _NOT_COMPILED:  # it is compiled already, or never
         return False
     if _leaves_device(step, op):  # a copy between device and host cannot be fused
         return False

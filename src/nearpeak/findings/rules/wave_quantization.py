@@ -16,8 +16,8 @@ _FULL_ENOUGH = 0.8
 _SLOWER = 1.15
 """The least ratio to the time of a good kernel for a product of one wave."""
 _LEAST_LOST = 1 / 3
-"""Of what a good kernel loses in the last wave, the least share that a product lost: a library may fill the GPU by other
-means, such as split-K."""
+"""Of what a good kernel loses in the last wave, the least share that a product lost: a library may fill the GPU by
+other means, such as split-K."""
 
 
 @rule("wave-quantization")

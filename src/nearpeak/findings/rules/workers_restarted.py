@@ -19,7 +19,7 @@ def workers_restarted(step: Step) -> Iterator[Waste]:
         yield Waste(
             title="A data loader starts its worker processes again in every epoch.",
             op=None,
-            source=cause.where,
+            source=step.line_that_writes("DataLoader") or cause.where,
             idle={"input": cause.seconds},
             causes=(cause,),
             evidence=f"Ending and starting workers at {cause.where} takes {seconds(cause.seconds * cause.count)} once "

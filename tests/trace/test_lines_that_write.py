@@ -1,0 +1,58 @@
+"""Where files of the user's own set options, by their syntax."""
+
+import sys
+import types
+
+import pytest
+
+from nearpeak.trace.source import lines_that_write
+
+SCRIPT = """\
+import torch
+from torch.utils.data import DataLoader
+
+torch.backends.cudnn.benchmark = True
+torch.backends.cudnn.benchmark = False
+# DataLoader(dataset)
+loader = DataLoader(
+    dataset, 8
+)
+tables = [torch.nn.EmbeddingBag(rows, 64) for rows in sizes]
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A module that is imported under a name that no other file has."""
+    path = tmp_path / "lines_of_a_script.py"
+    path.write_text(SCRIPT)
+    module = types.ModuleType("lines_of_a_script")
+    module.__file__ = str(path)
+    sys.modules["lines_of_a_script"] = module
+    yield path
+    del sys.modules["lines_of_a_script"]
+
+
+def of_script(names):
+    written = lines_that_write(names)
+    return {
+        name: [line for line in lines if line.startswith("lines_of_a_script.py")] for name, lines in written.items()
+    }
+
+
+def test_calls_and_settings_have_their_first_lines(script):
+    found = of_script({"DataLoader", "EmbeddingBag", "AdamW"})
+    assert found["cudnn.benchmark"] == ["lines_of_a_script.py:4"]
+    assert found["DataLoader"] == ["lines_of_a_script.py:7"]
+    assert found["EmbeddingBag"] == ["lines_of_a_script.py:10"]
+    assert found["AdamW"] == ["lines_of_a_script.py:11"]
+
+
+def test_classes_that_nobody_asks_for_are_not_searched(script):
+    assert set(of_script({"AdamW"})) <= {"cudnn.benchmark", "AdamW"}
+
+
+def test_a_file_that_is_no_python_is_left_out(script):
+    script.write_text("%time AdamW(model)\n")
+    assert not of_script({"AdamW"}).get("AdamW")
