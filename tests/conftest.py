@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import tempfile
@@ -45,12 +44,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in need_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         config.stash[_not_run] = len(need_gpu)
-
-
-def pytest_collection_finish() -> None:
-    """Freezes the tests and what they import: measurements collect garbage, and would walk all of that each time."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

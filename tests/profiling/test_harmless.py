@@ -250,6 +250,7 @@ def test_a_function_mode_of_the_program_sees_its_own_calls_alone():
     assert profiled.calls == alone.calls * len(taken)
 
 
+@pytest.mark.slow
 def test_a_step_on_another_thread_gives_no_line_of_the_profilers_library(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -262,6 +263,7 @@ def test_a_step_on_another_thread_gives_no_line_of_the_profilers_library(tmp_pat
     assert "registerClient" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_child_that_is_forked_before_the_profiler_starts_can_exit(tmp_path):
     script = tmp_path / "script.py"
     child = "import os, sys\nstep()\npid = os.fork()\nif not pid: sys.exit(3)\nprint(os.waitpid(pid, 0)[1] >> 8)\n"

@@ -235,6 +235,7 @@ def test_ctrl_c_gives_what_was_captured(write, capsys):
     assert "took no steps" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_process_as_it_does_alone(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys\nsys.excepthook = lambda *error: print(error[0].__name__)\nraise KeyboardInterrupt\n")

@@ -151,6 +151,7 @@ def test_cond_live():
     assert "cos.default" not in names(recorded)
 
 
+@pytest.mark.slow
 def test_while_loop():
     x = torch.randn(4)
 
