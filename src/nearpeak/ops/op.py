@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from nearpeak.ops.fast_init import fast_init
 from nearpeak.ops.graph import GraphReplay
@@ -198,6 +198,21 @@ class Padding:
     """The mean length of the rows without their padding."""
 
 
+CALLED_FROM: Final = ", called from "
+"""Between a line and the one that called its function."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonStretch:
+    """The time from the end of one op to the beginning of the next, in which no op ran on the host."""
+
+    seconds: float
+    """In which the thread ran, or waited by its own will: not while another one had its processor."""
+    lines: Mapping[str, int]
+    """How often each line of the user's own was seen to run, or a library that it called; with `CALLED_FROM` and the
+    line that called its function. "" is for torch's own code."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The ops of a step in order, the storages that they touch, and which storages are its results."""
@@ -232,6 +247,8 @@ class Trace:
     """Each class once."""
     padding: Mapping[int, Padding] = field(default_factory=dict)
     """Of ops that really ran: batches of sequences with padding, by their storages."""
+    python: Mapping[int, PythonStretch] | None = None
+    """The longer stretches of Python, by the index of the op after them; None where ops did not really run here."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)

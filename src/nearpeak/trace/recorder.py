@@ -57,6 +57,7 @@ from nearpeak.trace.memo import (
 from nearpeak.trace.memory import MemoryTracker
 from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
 from nearpeak.trace.objects import named_tensors
+from nearpeak.trace.python_time import PythonTime
 from nearpeak.trace.schema import OperatorSchema, schema_of
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, lines_that_write, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
@@ -130,6 +131,7 @@ class Recorder(TorchDispatchMode):
         self._sequences: dict[int, Padding | None] = {}
         """The padding of batches of sequences whose values were looked at, by their storages."""
         self._entered: list[ExitStack] = []
+        self.python_time = PythonTime() if mode is None else None
 
     @property
     def failure(self) -> Exception | None:
@@ -197,6 +199,8 @@ class Recorder(TorchDispatchMode):
         schema = self._guard.call(schema_of, func)
         if schema is None or schema.query or not self.records_now:
             return func(*args, **kwargs)
+        if self.python_time is not None:
+            self._guard.call(self.python_time.op_begins, len(self.ops))
         if schema.composite and not _any_nested((*args, *kwargs.values())):
             result = self._run_composite(func, args, kwargs)
             if result is not NotImplemented:
@@ -225,9 +229,13 @@ class Recorder(TorchDispatchMode):
 
     def launch_begins(self) -> None:
         """An op of the program is about to run, or a kernel that bypasses torch's dispatcher."""
+        if self.python_time is not None:
+            self._guard.call(self.python_time.op_begins, len(self.ops))
 
     def launch_ended(self) -> None:
         """It has run. If it was recorded, it is the last op."""
+        if self.python_time is not None:
+            self._guard.call(self.python_time.op_ended, len(self.ops))
 
     def _run_composite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operators that an operator is composed of; inference mode bypasses the key that decomposes it."""
@@ -440,6 +448,7 @@ class Recorder(TorchDispatchMode):
             replays=tuple(self.replays),
             optimizers=tuple(self._optimizers.values()),
             padding={storage: padding for storage, padding in self._sequences.items() if padding is not None},
+            python=None if self.python_time is None else self.python_time.stretches(),
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             written_at={} if self._mode is not None else lines_that_write(self._classes_with_options()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
 import re
 import sys
@@ -126,6 +127,16 @@ def is_standard_file(filename: str) -> bool:
     return filename.startswith(("<frozen", _STANDARD + "/")) and "-packages" not in filename
 
 
+def is_torch_file(filename: str) -> bool:
+    """Whether a file has code of torch's, or code that torch made."""
+    return filename.startswith((_LIBRARY_FOLDERS[0] + "/", "<eval_with_key")) or _is_inductor_file(filename)
+
+
+def is_nearpeak_file(filename: str) -> bool:
+    """Whether a file has code of nearpeak's."""
+    return filename.startswith(_LIBRARY_FOLDERS[1] + "/")
+
+
 def is_user_file(filename: str) -> bool:
     """Whether a file has code of the user's."""
     return bool(_user_file(filename))
@@ -153,8 +164,17 @@ def _line_at(frame: FrameType, name: str) -> tuple[str, bool]:
     cached = _user_lines.get(instruction)
     if cached is None:
         is_own = _PACKAGE_FILE.match(code.co_filename) is None
-        cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno}", is_own)
+        cached = _user_lines[instruction] = (code, f"{name}:{frame.f_lineno or _loop_line(frame)}", is_own)
     return cached[1], cached[2]
+
+
+def _loop_line(frame: FrameType) -> int:
+    """The line of a loop that goes back to its beginning: to the compiler, that jump is at no line."""
+    code, jump = frame.f_code, frame.f_lasti
+    target = next((item.argval for item in dis.get_instructions(code) if item.offset == jump), jump)
+    at = target if isinstance(target, int) and 0 <= target <= jump else jump
+    lines = [line for start, _, line in code.co_lines() if start <= at and line is not None]
+    return lines[-1] if lines else code.co_firstlineno
 
 
 def _own_file(filename: str) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import dis
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -181,7 +181,7 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
         stack.enter_context(_watch_optimizers(recorder))
         returned: Any = None
         try:
-            with recorder:
+            with recorder, recorder.python_time.sampling() if recorder.python_time is not None else nullcontext():
                 returned = fn(*args, **named) if live else contextvars.copy_context().run(fn, *args, **named)
             if grad:
                 _backward(recorder, returned)

@@ -51,6 +51,7 @@ def stalled(fn, *args, idle=(), took=lambda op: 1e-5, on_host=(), pinned=(), com
         traced,
         on_host=frozenset(numbers[at] for at in (*on_host, *pinned)),
         pinned=frozenset(numbers[at] for at in pinned),
+        python=None,  # the idle time is made up, and not that of this run
     )
     estimate = estimate_trace(traced, GPU)
     kernels, now = [], 0.0

@@ -76,7 +76,7 @@ def decoding():
     wait = IdleCause(cause="synchronization", seconds=3e-3, count=1, where=ops[copy].source, what="copy")
     python = IdleCause(cause="python", seconds=4e-3, count=1, where=ops[following].source, what="")
     profile = dataclasses.replace(step.profile, idle=(wait, python), wall_s=1e-2)
-    trace = dataclasses.replace(step.trace, ops=tuple(ops), on_host=on_host)
+    trace = dataclasses.replace(step.trace, ops=tuple(ops), on_host=on_host, python=None)
     return dataclasses.replace(step, trace=trace, profile=profile), ops[copy].source
 
 

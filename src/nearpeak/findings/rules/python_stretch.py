@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.host_reads import MIN_STRETCH_S, reads_for_python
 from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
+from nearpeak.ops.op import CALLED_FROM
+from nearpeak.profiles.idle import IdleCause
 from nearpeak.units import seconds
 
 LEAST = 0.03
@@ -15,42 +19,71 @@ LOOP, STRETCH_IN_LOOP = 4, 1.5e-4
 """So many stretches at one line are a loop, of which shorter ones count; on a GPU, whose host shows each of them."""
 
 
+class _Seen(NamedTuple):
+    """What the traced step had of a stretch."""
+
+    seconds: float
+    lines: Mapping[str, int]
+    """How often the user's lines were seen to run; "" for torch's own code."""
+
+    @property
+    def calls(self) -> str:
+        """The line that ran for most of it, with the one that called its function."""
+        return max((line for line in self.lines if line), key=lambda line: self.lines[line], default="")
+
+    @property
+    def line(self) -> str:
+        """The line that ran for most of it."""
+        return self.calls.partition(CALLED_FROM)[0]
+
+    @property
+    def is_users(self) -> bool:
+        """Whether torch's own code was seen less often than everything else."""
+        return 2 * self.lines.get("", 0) < sum(self.lines.values())
+
+
 @rule("python-stretch", needs=["host"])
 def python_stretch(step: Step) -> Iterator[Waste]:
-    """Idle time in stretches of code outside of any op, by the line of the next op.
+    """Idle time in stretches of code outside of any op, at the line that was seen to run in them.
 
-    Where the stretch works on what was copied to the host right before it, the wait for the copy is part of it.
+    Of a live step only that counts which the traced step had too, and if the user's code ran then: another process may
+    have had the processor, and what torch does before a compiled region is not the user's to move. Where the stretch
+    works on what was copied to the host right before it, the wait for the copy is part of it.
     """
     profile = step.profile
     reads = reads_for_python(step)
-    for cause in profile.idle:
-        if cause.cause != "python" or cause.what or not cause.where:
-            continue  # without a next op it may be the end of the step
-        each = cause.seconds / max(1, cause.count)
+    for cause, seen in _stretches(step):
+        took = cause.seconds if seen is None else min(cause.seconds, seen.seconds)
+        each = took / max(1, cause.count)
         places = [place for place, following in reads.items() if following == cause.where]
         waits = [idle for idle in profile.idle if idle.cause == "synchronization" and idle.where in places]
         waited_s = sum(wait.seconds for wait in waits)
         is_loop = step.machine.kind == "gpu" and cause.count >= LOOP
         shortest_s = STRETCH_IN_LOOP if is_loop else MIN_STRETCH_S
-        if each < shortest_s or cause.seconds + waited_s < LEAST * profile.wall_s:
+        if each < shortest_s or took + waited_s < LEAST * profile.wall_s:
             continue
-        if step.machine.kind == "cpu" and not is_recurring_stall(profile, cause.seconds):
+        if seen is not None and not seen.is_users:
             continue
-        where = places[0] if places else cause.where
-        lines = is_source_line(where)
         on_cpu = step.machine.kind == "cpu"
+        if seen is None and on_cpu and not is_recurring_stall(profile, cause.seconds):
+            continue
+        where = (seen.line if seen is not None else "") or (places[0] if places else cause.where)
         title = "Python runs for long outside of any op, and the device is idle."
-        seen = "no op ran on the host, and nothing on the device."
+        what = "no op ran on the host, and nothing on the device."
         if on_cpu:  # there the host is the device, and other libraries compute on it too
             title = "Code outside of torch runs for long."
-            seen = "no op of torch's ran. Whether Python ran or another library computed cannot be told."
+            what = "no op of torch's ran. Whether Python ran or another library computed cannot be told."
         yield Waste(
             title=title,
-            op=next((index for index, op in enumerate(step.ops) if op.source == where), None) if lines else None,
-            idle={"python": cause.seconds} | ({"synchronization": waited_s} if waited_s else {}),
+            op=next((index for index, op in enumerate(step.ops) if op.source == where), None)
+            if is_source_line(where)
+            else None,
+            source=where if is_source_line(where) else "",
+            idle={"python": took} | ({"synchronization": waited_s} if waited_s else {}),
             causes=[cause, *waits],
             evidence=f"{cause.count} {'stretch' if cause.count == 1 else 'stretches'} of {seconds(each)} in the step, "
-            f"before {cause.where}: {seen}"
+            f"before {cause.where}: {what}"
+            + (f" {_seen_text(seen)}" if seen is not None else "")
             + (
                 f" The code waits for a copy to the host at {', '.join(places)}: {seconds(waited_s)}."
                 if waited_s
@@ -60,7 +93,44 @@ def python_stretch(step: Step) -> Iterator[Waste]:
             remedy=(
                 "Compute it with ops on the device, before the copy, or one step later in a thread. " if places else ""
             )
-            + f"Look at what runs before {cause.where}. Take it out of the step: compute it once before the first "
+            + ("" if seen is not None and seen.line else f"Look at what runs before {cause.where}. ")
+            + "Take it out of the step: compute it once before the first "
             "step, or in the data loader's workers; log and save once in many steps, in a thread. Loops over "
             "elements become ops on whole tensors.",
         )
+
+
+def _seen_text(seen: _Seen) -> str:
+    samples = f"{seen.lines.get(seen.calls, 0)} of {sum(seen.lines.values())} samples of the stack are at {seen.calls}"
+    return f"The traced step had it too, for {seconds(seen.seconds)}: {samples}."
+
+
+def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
+    """The causes that are stretches of Python, with what the traced step had of each; None if none was traced live."""
+    causes = [
+        cause for cause in step.profile.idle if cause.cause == "python" and not cause.what and cause.where
+    ]  # without a next op it may be the end of the step
+    python = step.trace.python
+    if python is None:
+        yield from ((cause, None) for cause in causes)
+        return
+    found: dict[str, set[int]] = {cause.where: set() for cause in causes}
+    in_between: list[int] = []
+    """Stretches since the last op that took time."""
+    for index, op in enumerate(step.ops):
+        if index in python:
+            in_between.append(index)
+        if op.place in found:
+            found[op.place].update(in_between)
+        if step.time(index) > 0.0:
+            in_between = []
+    # Ops that a tensor is made with from a list are in no trace: the stretch is before a later op there.
+    left = set(python) - set().union(*found.values())
+    for cause in causes:
+        if not found[cause.where]:
+            longest = sorted(left, key=lambda index: -python[index].seconds)[: cause.count]
+            found[cause.where].update(longest)
+            left -= set(longest)
+        stretches = [python[index] for index in found[cause.where]]
+        lines = sum((Counter(stretch.lines) for stretch in stretches), Counter())
+        yield cause, _Seen(sum(stretch.seconds for stretch in stretches), lines)

@@ -1,0 +1,131 @@
+"""`PythonTime`: the stretches of Python between the ops of a live trace, and the lines that ran in them.
+
+An op tells when it ran, and nothing of what came before it. The recorder therefore reads the clocks of the thread at
+each op, and a second thread looks at the stack of the program twice a millisecond: no function, line or signal of the
+program is instrumented.
+"""
+
+from __future__ import annotations
+
+import _thread
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+
+from nearpeak.ops.op import CALLED_FROM, PythonStretch
+from nearpeak.trace.source import UserLines, is_nearpeak_file, is_torch_file
+
+try:
+    from resource import RUSAGE_THREAD, getrusage
+except ImportError:  # not on every system
+    getrusage = None  # type: ignore[assignment]
+
+SAMPLE_INTERVAL_S = 5e-4
+MIN_STRETCH_S = 1e-4
+"""Shorter times between ops are those of calling them."""
+
+
+class PythonTime:
+    """Is told when ops begin and end on the thread that created it."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._running = _thread.allocate_lock()
+        self._op = 0
+        """The index of the next op."""
+        self._seconds: dict[int, float] = {}
+        self._lines: dict[int, Counter[str]] = {}
+        self._left = _read_clocks()
+
+    def op_begins(self, index: int) -> None:
+        """An op begins, which will have this index if it is recorded."""
+        wall_s = time.perf_counter() - self._left[0]
+        if wall_s >= MIN_STRETCH_S and threading.get_ident() == self._thread and not _in_backward():
+            before, self._left = self._left, _read_clocks()
+            self._seconds[index] = self._seconds.get(index, 0.0) + own_seconds(before, self._left)
+
+    def op_ended(self, index: int) -> None:
+        """The op is over; the next one has this index."""
+        if threading.get_ident() == self._thread:
+            self._op = index
+            self._left = _read_clocks()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Inside, the stack of the thread is sampled."""
+        interval = sys.getswitchinterval()
+        shorter = min(interval, SAMPLE_INTERVAL_S)
+        sys.setswitchinterval(shorter)  # pure Python gives way to the sampler only so often
+        self._left = _read_clocks()
+        with self._running:
+            _thread.start_new_thread(self._sample, ())
+            try:
+                yield
+            finally:
+                if abs(sys.getswitchinterval() - shorter) < 1e-6:  # else the program has set another one
+                    sys.setswitchinterval(interval)
+
+    def stretches(self) -> dict[int, PythonStretch]:
+        """The stretches before ops, by the index of the op."""
+        return {
+            op: PythonStretch(seconds=seconds, lines=dict(self._lines.get(op, {})))
+            for op, seconds in self._seconds.items()
+        }
+
+    def _sample(self) -> None:
+        while not self._running.acquire(timeout=SAMPLE_INTERVAL_S):
+            line = line_of_sample(sys._current_frames().get(self._thread))
+            if line is not None:
+                self._lines.setdefault(self._op, Counter())[line] += 1
+        self._running.release()
+
+
+def line_of_sample(frame: FrameType | None) -> str | None:
+    """The line of the user's own that runs, and after it the one that called it, if that is another.
+
+    "" if it is torch that runs, and None if it is nearpeak.
+    """
+    if frame is None or is_nearpeak_file(frame.f_code.co_filename):
+        return None
+    if is_torch_file(frame.f_code.co_filename):
+        return ""
+    line, caller = _own_line(frame), ""
+    while frame is not None and caller in ("", line):
+        frame = frame.f_back
+        caller = _own_line(frame)
+    return f"{line}{CALLED_FROM}{caller}" if line and caller else line
+
+
+def _own_line(frame: FrameType | None) -> str:
+    line, _, caller = UserLines().nearest(frame)
+    return caller or line
+
+
+Clocks = tuple[float, float, int]
+"""Seconds of the wall, seconds of the thread on a processor, and how often another thread took its processor."""
+
+
+def own_seconds(before: Clocks, after: Clocks) -> float:
+    """The time that a thread ran or waited by its own will.
+
+    A thread whose processor was taken waits for it, which is nothing that the program does.
+
+    >>> own_seconds((0.0, 0.0, 0), (10.0, 2.0, 3)), own_seconds((0.0, 0.0, 0), (10.0, 2.0, 0))
+    (2.0, 10.0)
+    """
+    return after[1] - before[1] if after[2] > before[2] else after[0] - before[0]
+
+
+def _read_clocks() -> Clocks:
+    preempted = 0 if getrusage is None else getrusage(RUSAGE_THREAD).ru_nivcsw
+    return time.perf_counter(), time.thread_time(), preempted
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

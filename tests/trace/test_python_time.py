@@ -1,0 +1,123 @@
+import dis
+import sys
+import time
+import types
+
+import pytest
+import torch
+
+from nearpeak.trace import python_time
+from nearpeak.trace.guard import Guard
+from nearpeak.trace.live import LiveTrace
+from nearpeak.trace.python_time import PythonTime, line_of_sample, own_seconds
+from nearpeak.trace.source import user_line
+from nearpeak.trace.trace import trace
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Clocks that the test moves: of the wall, of the thread, and how often it lost its processor."""
+    clock = types.SimpleNamespace(wall=0.0, thread=0.0, preempted=0)
+    monkeypatch.setattr(python_time, "_read_clocks", lambda: (clock.wall, clock.thread, clock.preempted))
+    monkeypatch.setattr(python_time.time, "perf_counter", lambda: clock.wall)
+    return clock
+
+
+def test_the_time_before_an_op_is_that_in_which_the_thread_had_a_processor_or_gave_it_up(clock):
+    measured = PythonTime()
+    for wall, thread, preempted in ((5.0, 5.0, 0), (5.0, 1.0, 2), (5.0, 0.1, 0), (1e-5, 1e-5, 0)):
+        clock.wall, clock.thread, clock.preempted = (
+            clock.wall + wall,
+            clock.thread + thread,
+            clock.preempted + preempted,
+        )
+        op = measured._op
+        measured.op_begins(op)
+        measured.op_begins(op)  # a kernel that is launched inside of an op is told too
+        clock.wall, clock.thread = clock.wall + 100.0, clock.thread + 100.0
+        measured.op_ended(op + 1)
+    assert {op: stretch.seconds for op, stretch in measured.stretches().items()} == pytest.approx(
+        {0: 5.0, 1: 1.0, 2: 5.0}
+    )
+
+
+def test_time_without_a_processor_is_time_of_the_threads_own_if_it_was_not_taken_away():
+    assert own_seconds((1.0, 1.0, 4), (3.0, 1.5, 4)) == 2.0
+    assert own_seconds((1.0, 1.0, 4), (3.0, 1.5, 5)) == 0.5
+
+
+def here():
+    return sys._getframe()
+
+
+def test_a_sample_is_of_the_users_line_with_its_caller_or_of_torch_or_of_nearpeak():
+    line = here.__code__.co_firstlineno + 1
+    sampled, caller = line_of_sample(here()), sys._getframe().f_lineno
+    assert sampled == f"test_python_time.py:{line}, called from test_python_time.py:{caller}"
+    (in_torch,) = torch.utils._pytree.tree_map(lambda _: sys._getframe(1), [0])
+    assert line_of_sample(in_torch) == ""
+    in_nearpeak = Guard().call(lambda: sys._getframe(1))
+    assert line_of_sample(in_nearpeak) is None
+    assert line_of_sample(None) is None
+
+
+def nested(rows):
+    best = 0
+    for row in rows:
+        for number in row:
+            if number > best:
+                best = number
+    return best
+
+
+def test_a_loop_that_begins_again_is_at_its_first_line():
+    first = nested.__code__.co_firstlineno
+    jumps = [item.offset for item in dis.get_instructions(nested) if item.opname.startswith("JUMP_BACKWARD")]
+    assert jumps
+    for jump in jumps:
+        frame = types.SimpleNamespace(f_code=nested.__code__, f_lasti=jump, f_lineno=None, f_back=None)
+        assert user_line(frame)[0] in (f"test_python_time.py:{first + 2}", f"test_python_time.py:{first + 3}")
+
+
+def spin(measured):
+    """Python, until the sampler has seen some of it."""
+    until = time.monotonic() + 20.0
+    while not any(map(is_in_spin, measured._lines.get(measured._op, ()))) and time.monotonic() < until:
+        sum(range(100))
+    time.sleep(python_time.MIN_STRETCH_S)
+
+
+def is_in_spin(line):
+    first = spin.__code__.co_firstlineno
+    return line.startswith(tuple(f"test_python_time.py:{first + row}," for row in range(6)))
+
+
+def check(recorded):
+    (stretch,) = (stretch for stretch in recorded.python.values() if any(map(is_in_spin, stretch.lines)))
+    assert stretch.seconds > 0.0
+
+
+def test_a_live_step_knows_the_lines_that_ran_between_its_ops_and_leaves_nothing_behind():
+    interval = sys.getswitchinterval()
+    live = LiveTrace()
+    x = torch.ones(4).exp()
+    spin(live._recorder.python_time)
+    x.exp()
+    recorded = live.stop()
+    assert sys.getswitchinterval() == interval
+    check(recorded)
+
+
+def test_a_function_that_runs_live_is_sampled_too():
+    measured = []
+    before = PythonTime.op_ended
+
+    def step():
+        x = torch.ones(4).exp()
+        spin(measured[-1])
+        return x.exp()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PythonTime, "op_ended", lambda self, index: (measured.append(self), before(self, index)))
+        check(trace(step, live=True))
+    assert trace(lambda: torch.ones(4).exp()).python is None
