@@ -42,15 +42,17 @@ FEATURES = {
     "attention": ATTENTION_FEATURES,
     "attention_backward": ATTENTION_FEATURES,
     "gemm": GEMM_FEATURES,
+    "gemm_fp8": GEMM_FEATURES,
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), NORM_FEATURES),
 }
 OPTIONS = (
     "bias", "activation", "gated", "kept", "residual", "a_by_columns", "b_by_columns", "causal", "packed",
-    "tokens_first", "weighted",
+    "tokens_first", "weighted", "scales_by_row", "scales_by_block", "fast",
 )  # fmt: skip
 PEERS = {
     "attention": {"cudnn": ("cudnn",), "flash": ("flash",)},
     "gemm": {"torch": ("cublas", "cublas + nearpeak", "cublas fused", "cublas + torch")},
+    "gemm_fp8": {"torch": ("scaled_mm",)},
     "rms_norm": {"torch": ("eager",)},
     "layer_norm": {"torch": ("eager",)},
 }
@@ -98,6 +100,9 @@ def _random_cell(row: Mapping[str, Any]) -> Iterator[Cell]:
         gated = operation == "gemm swiglu"
         sizes = shape["rows"], shape["results"], shape["features"]
         yield from _product(row, sizes, ITEM_BYTES[row["dtype"]], gated=gated, activation=gated, **_flags(shape))
+    elif operation == "gemm fp8":
+        sizes = shape["rows"], shape["results"], shape["features"]
+        yield from _product(row, sizes, 1, **_scale_flags(shape["scales"]), fast=bool(shape.get("fast")))
     elif operation in ("rms_norm", "layer_norm"):
         yield from _norm(row, shape, row["dtype"])
 
@@ -131,6 +136,11 @@ def _table_product(row: Mapping[str, Any]) -> Iterator[Cell]:
         "by x": {"b_by_columns": True},
         "by weight": {"a_by_columns": True, "b_by_columns": True},
     }
+    if row["operation"] == "fp8":
+        side = int(row["size"])
+        scales, _, accumulation = row["kind"].partition(", ")
+        yield from _product(row, (side, side, side), 1, **_scale_flags(scales), fast=accumulation == "fast")
+        return
     if row["operation"] not in kinds or row["pass"] not in transposed:
         return
     numbers = [int(number) for number in row["size"].split(" x ")]
@@ -138,11 +148,16 @@ def _table_product(row: Mapping[str, Any]) -> Iterator[Cell]:
     yield from _product(row, (rows, columns, depth), 2, **kinds[row["operation"]], **transposed[row["pass"]])
 
 
+def _scale_flags(scales: str) -> dict[str, bool]:
+    """Of "tensor", "row" or "128"."""
+    return {"scales_by_row": scales == "row", "scales_by_block": scales == "128"}
+
+
 def _product(row: Mapping[str, Any], sizes: tuple[int, int, int], itemsize: int, **flags: bool) -> Iterator[Cell]:
     rows, columns, depth = sizes
     wave = last_wave(rows, columns * (2 if flags.get("gated") else 1), PROCESSORS)
     values = (rows, columns, depth, itemsize, *(flags.get(name, False) for name in GEMM_FEATURES[4:-1]), wave)
-    yield from _cell("gemm", values, row, "gluon")
+    yield from _cell("gemm" if itemsize > 1 else "gemm_fp8", values, row, "gluon")
 
 
 def _norm(row: Mapping[str, Any], shape: Mapping[str, Any], dtype: str) -> Iterator[Cell]:

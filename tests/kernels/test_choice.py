@@ -192,6 +192,39 @@ def test_products_by_torch(on_cpu, options, extra, dtype):
         assert_kernel_is_exact(kernel, reference, [x, weight, *tensors.values()])
 
 
+@pytest.mark.parametrize("block", ["tensor", "row"])
+def test_fp8_products_by_torch(on_cpu, block):
+    torch.manual_seed(0)
+    x, scale_x = kernels.quantize(torch.randn(32, 64), block=block)
+    weight, scale_weight = kernels.quantize(torch.randn(48, 64), block=block)
+    scales = {"scale_x": scale_x, "scale_weight": scale_weight}
+    with kernels.using("require", backend="torch"):
+        result = kernels.gemm(x, weight, **scales)
+    exact = kernels.gemm.reference(x, weight, **scales, out_dtype=torch.float32)
+    assert result.dtype == torch.bfloat16
+    torch.testing.assert_close(result.float(), exact, atol=0.0, rtol=2**-7)
+
+
+def test_fp8_products_that_torch_has_no_kernel_for(on_cpu, monkeypatch):
+    monkeypatch.setattr(gemm, "_SCALES_BLOCKS", True)
+    x, scale_x = kernels.quantize(torch.randn(32, 256), block="row")
+    weight, scale_weight = kernels.quantize(torch.randn(128, 256), block="row")
+
+    def candidates(x=x, weight=weight, scale_x=scale_x, scale_weight=scale_weight, **options):
+        scales = {"scale_x": scale_x, "scale_weight": scale_weight}
+        return kernels.supports(kernels.gemm, x, weight, **scales, **options).choice.candidates
+
+    assert candidates() == ("torch", "triton")
+    assert candidates(activation="relu") == ("triton",)
+    assert candidates(out_dtype=torch.float32) == ("triton",)
+    assert candidates(scale_weight=torch.tensor(1.0)) == ("triton",)  # one scale of a tensor, and one of rows
+    assert candidates(x=x[:, :40], weight=weight[:, :40]) == ("triton",)
+    blocks = {"scale_x": torch.ones(32, 2), "scale_weight": torch.ones(1, 2)}
+    assert candidates(**blocks) == ("torch", "triton")
+    monkeypatch.setattr(gemm, "_SCALES_BLOCKS", False)
+    assert candidates(**blocks) == ("triton",)
+
+
 def rms_norm_backward(gradient, x, shape, rstd, weight, wanted):
     """`_fused_rms_norm_backward`, which torch has for GPUs only."""
     scaled, normal = gradient if weight is None else gradient * weight, x * rstd

@@ -211,8 +211,7 @@ def explained_choice(function: Callable[..., object], args: tuple[Any, ...], kwa
     """The first choice that a call would make; None if it makes none. No kernel of an operation with a choice runs."""
     _thread_state.explains = True
     try:
-        with torch.no_grad():
-            function(*args, **kwargs)
+        function(*args, **kwargs)
     except Explanation as explanation:
         return explanation.choice
     finally:

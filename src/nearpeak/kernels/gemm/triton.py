@@ -1,7 +1,7 @@
 """The launchers of `gemm`, which choose its backend, and its portable Triton kernel.
 
 A product is `a @ b.T` of two matrices with any strides. On Hopper, operands whose tiles TMA can copy may go to the
-kernel in `sm90` ("gluon"), all others to the portable kernel ("triton"), and 16- and 32-bit products to cuBLAS
+kernel in `sm90` ("gluon"), all others to the portable kernel ("triton"), and all but some fp8 products to cuBLAS
 ("torch"), with the epilogue by a kernel of its own. Each product of a backward pass chooses for itself.
 """
 
@@ -36,6 +36,11 @@ from nearpeak.kernels.pointwise.triton import (
     gated_packed_forward,
 )
 
+
+def _version(text: str | None) -> tuple[int, ...]:
+    return tuple(int(part) for part in (text or "0.0").split(".")[:2])
+
+
 _TILE_GROUP = 8
 """Rows of tiles that the portable kernel takes together."""
 _CACHED_ROWS = 2048
@@ -43,17 +48,19 @@ _CACHED_ROWS = 2048
 _SMALLEST_TILE = 128
 """Rows and columns of the smallest tile on Hopper."""
 _ALIGNED_BYTES = 16
+_SCALES_BLOCKS = _version(torch.__version__) >= (2, 9) and _version(torch.version.cuda) >= (12, 9)
+"""Whether torch multiplies fp8 operands with scales by block."""
 _FUSED_BY_CUBLAS = ("relu", "gelu_tanh")
 """Activations of a product and a bias that cuBLAS applies itself."""
 
 Config = PortableConfig | Sm90Config
 FEATURES = (
     "rows", "columns", "depth", "itemsize", "bias", "activation", "gated", "kept", "residual", "a_by_columns",
-    "b_by_columns", "last_wave",
+    "b_by_columns", "scales_by_row", "scales_by_block", "fast", "last_wave",
 )  # fmt: skip
 """By which a backend is chosen. Columns are those of the result; "last_wave" is the share of the multiprocessors' time
 that tiles of 128 x 256 fill, in percent."""
-_chooser = Chooser("gemm", FEATURES)
+_chooser, _fp8_chooser = Chooser("gemm", FEATURES), Chooser("gemm_fp8", FEATURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +186,10 @@ def _multiply(
         takes = isinstance(config, Sm90Config) and takes_sm90(a, b, result, epilogue, scales)
         backend = "gluon" if takes else "triton"
     if backend == "torch":
-        multiply_torch(a, b, result, preactivation, epilogue)
+        if scales is None:
+            multiply_torch(a, b, result, preactivation, epilogue)
+        else:
+            multiply_fp8_torch(a, b, result, scales)
     elif backend == "gluon":
         sm90_config = config if isinstance(config, Sm90Config) else None
         multiply_sm90(a, b, result, preactivation, epilogue, scales, sm90_config)
@@ -196,29 +206,35 @@ def _choose(a: Tensor, b: Tensor, result: Tensor, epilogue: Epilogue, scales: Sc
         (a.data_ptr() | b.data_ptr() | (0 if residual is None else residual.data_ptr())) % _ALIGNED_BYTES,
         epilogue.bias is not None, epilogue.activation, epilogue.gated, epilogue.keep,
         None if residual is None else (residual.stride(), residual.dtype),
-        None if scales is None else (scales.kind, scales.fast),
+        None if scales is None else (scales.kind, scales.fast, scales.x_strides, scales.weight_strides),
     )  # fmt: skip
-    known = _chooser.known(key)
+    chooser = _chooser if scales is None else _fp8_chooser
+    known = chooser.known(key)
     if known is not None:
         return known
-    return _chooser.choose(key, candidates(a, b, result, epilogue, scales), features(a, b, epilogue), a.device)
+    names = candidates(a, b, result, epilogue, scales)
+    return chooser.choose(key, names, features(a, b, epilogue, scales), a.device)
 
 
 def candidates(a: Tensor, b: Tensor, result: Tensor, epilogue: Epilogue, scales: Scales | None) -> list[str]:
     """The backends that take a product: cuBLAS first."""
-    names = ["torch"] if scales is None and result.dtype == a.dtype and torch_runs_on(a.device) else []
+    takes = result.dtype == a.dtype if scales is None else takes_fp8_torch(a, b, result, epilogue, scales)
+    names = ["torch"] if takes and torch_runs_on(a.device) else []
     if not takes_sm90(a, b, result, epilogue, scales):
         return [*names, "triton"]
     # results of few tiles: the portable kernel has smaller ones, and so more programs
     return [*names, *(("gluon", "triton") if fills_gpu(result) else ("triton", "gluon"))]
 
 
-def features(a: Tensor, b: Tensor, epilogue: Epilogue) -> tuple[float, ...]:
+def features(a: Tensor, b: Tensor, epilogue: Epilogue, scales: Scales | None) -> tuple[float, ...]:
     """The values of `FEATURES`."""
+    by_block = scales is not None and scales.by_block
+    by_row = scales is not None and not by_block and (scales.x_strides[0] or scales.weight_strides[0]) != 0
     rows, columns = a.shape[0], b.shape[0] // (2 if epilogue.gated else 1)
     return (
         rows, columns, a.shape[1], a.element_size(), epilogue.bias is not None, bool(epilogue.activation),
         epilogue.gated, epilogue.keep, epilogue.residual is not None, _is_column_major(a), _is_column_major(b),
+        by_row, by_block, scales is not None and scales.fast and not by_block,
         last_wave(rows, b.shape[0], processors(a.device)),
     )  # fmt: skip
 
@@ -258,6 +274,38 @@ def multiply_torch(a: Tensor, b: Tensor, result: Tensor, preactivation: Tensor |
             activation_forward(product, None, epilogue.activation, out=result)
     if residual is not None:
         result.add_(residual)
+
+
+def takes_fp8_torch(a: Tensor, b: Tensor, result: Tensor, epilogue: Epilogue, scales: Scales) -> bool:
+    """Whether `torch._scaled_mm` supports an fp8 product: scales of both operands of one kind, and no epilogue."""
+    rows, columns = result.shape
+    multiple = SCALE_BLOCK_SIZE if scales.by_block else _ALIGNED_BYTES
+    if scales.x is None or scales.weight is None or (scales.by_block and not _SCALES_BLOCKS):
+        return False
+    return (
+        epilogue == Epilogue()
+        and result.dtype == torch.bfloat16
+        and a.is_contiguous()
+        and b.is_contiguous()
+        and a.shape[1] % multiple == 0
+        and columns % multiple == 0
+        and (scales.by_block or scales.x.numel() == (rows if scales.weight.numel() > 1 else 1))
+        and (scales.by_block or scales.weight.numel() in (1, columns))
+    )
+
+
+def multiply_fp8_torch(a: Tensor, b: Tensor, result: Tensor, scales: Scales) -> None:
+    """Computes a @ b.T of fp8 operands by `torch._scaled_mm`."""
+    assert scales.x is not None
+    assert scales.weight is not None
+    if scales.by_block:  # torch takes the scales of a block of features next to those of the next row
+        scale_x, scale_weight = scales.x.t().contiguous().t(), scales.weight.t()
+    elif scales.weight.numel() > 1:
+        scale_x, scale_weight = scales.x.contiguous().view(-1, 1), scales.weight.contiguous().view(1, -1)
+    else:
+        scale_x, scale_weight = scales.x.view(()), scales.weight.view(())
+    fast = scales.fast and not scales.by_block
+    torch._scaled_mm(a, b.t(), scale_x, scale_weight, out_dtype=result.dtype, use_fast_accum=fast, out=result)
 
 
 def _linear_into(result: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
