@@ -236,7 +236,10 @@ def _packed(draw: Draw) -> Shape | None:
     flops = 2.0 * heads * sum(length**2 for length in lengths) * (dim + value_dim) / (2 if causal else 1)
     if sum(lengths) > 32768 or flops > MOST_ATTENTION_FLOPS:
         return None
-    return {"lengths": lengths, "heads": heads, "key_heads": key_heads, "dim": dim, "causal": causal}
+    return {
+        "sequences": len(lengths), "longest": max(lengths), "tokens": sum(lengths), "lengths": lengths, "heads": heads,
+        "key_heads": key_heads, "dim": dim, "value_dim": value_dim, "causal": causal,
+    }  # fmt: skip
 
 
 def _packed_text(shape: Shape) -> str:
@@ -461,7 +464,10 @@ TINY: dict[str, Shape] = {
         "batch": 2, "heads": 4, "key_heads": 2, "queries": 20, "keys": 20, "dim": 16, "value_dim": 16, "causal": True,
         "window": 5, "layout": "tokens first",
     },
-    "attention packed": {"lengths": [3, 17], "heads": 2, "key_heads": 1, "dim": 16, "causal": True},
+    "attention packed": {
+        "sequences": 2, "longest": 17, "tokens": 20, "lengths": [3, 17], "heads": 2, "key_heads": 1, "dim": 16,
+        "value_dim": 16, "causal": True,
+    },
     "decode": {"batch": 2, "tokens": 33, "heads": 4, "key_heads": 2, "dim": 16, "page": None, "cache": "bfloat16"},
     **dict.fromkeys(("gemm", "gemm few rows", "gemm backward", "gemm swiglu"), _TINY_PRODUCT),
     "gemm fp8": {**_TINY_PRODUCT, "scales": "row", "fast": False},

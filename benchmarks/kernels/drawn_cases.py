@@ -31,7 +31,9 @@ from benchmarks.kernels.cases import DROPOUT, KernelCase, liger, random_tensor, 
 from benchmarks.kernels.drawing import Cell, Shape
 from benchmarks.kernels.flops_cases import Call, GradientCall, Made, compiled_way, forward_call, gradient_call
 from nearpeak import kernels
-from nearpeak.kernels._runtime import gluon
+from nearpeak.errors import KernelUnavailable
+from nearpeak.kernels._runtime import gluon, launch
+from nearpeak.kernels._runtime.choice import Chooser
 from nearpeak.kernels._runtime.replay import ReplayCache
 from nearpeak.kernels.linear_attention import EPS, feature_map
 
@@ -63,6 +65,8 @@ class CellPass:
     """The ways as they are called for the comparison, where a timed call changes its inputs."""
     may_wait: bool = False
     """Whether a way may wait for the device."""
+    peer_backends: tuple[str, ...] = ("torch", "cudnn", "flash")
+    """Backends of nearpeak that run what a peer runs: their time is that of the peer."""
 
 
 def passes_of(cell: Cell, device: str) -> dict[str, CellPass]:
@@ -617,12 +621,11 @@ def _swiglu(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product_swiglu(cell: Cell, dtype: torch.dtype, device: str) -> dict[str, CellPass]:
-    """nearpeak's own alternative is cuBLAS with its kernel for the gate."""
+    """Its backend "torch" is no peer: cuBLAS, with nearpeak's kernel for the gate."""
     x, weight = _matrices(cell.shape, dtype, device, 2)
     some = spread_rows(cell.shape["rows"], device)
     ways: dict[str, Way] = {
         "nearpeak": partial(kernels.gemm, activation="silu", gated=True),
-        "nearpeak/torch": lambda x, weight: kernels.swiglu_packed(functional.linear(x, weight)),
         "eager": _swiglu,
         "compile": compiled_way(_swiglu),
     }
@@ -636,6 +639,7 @@ def _product_swiglu(cell: Cell, dtype: torch.dtype, device: str) -> dict[str, Ce
             looked_at=lambda result: [result[some]],
             bytes=_product_bytes(cell.shape, dtype.itemsize, 2),
             flops=_product_flops(cell.shape, 2.0),
+            peer_backends=(),
         )
     }
 
@@ -747,48 +751,80 @@ MAKERS: dict[str, Maker] = {
 # the backends of nearpeak itself
 
 
-def backend_of(call: Call) -> str:
-    """Which backend a call of nearpeak runs: "gluon", "triton" or "torch", by the kernels that it starts."""
-    from nearpeak.kernels._runtime import launch
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a call of nearpeak runs."""
 
-    if launch.INTERPRETED:
-        return "triton"
-    seen: list[str] = []
-    start = launch._launch_on_device
+    backend: str
+    """"gluon", "triton", "torch", "cudnn" or "flash"; several with a plus between, as of the products of a gradient."""
+    candidates: tuple[str, ...] = ()
+    """All that take it, where the operation chooses one by its sizes."""
 
-    def watched(kernel: Any, *rest: Any) -> None:
-        seen.append(type(kernel).__name__)
+
+def choice_of(call: Call) -> Choice:
+    """What a call chooses; of an operation that has no choice, the language of the kernels that it starts."""
+    names: list[str] = []
+    candidates: list[str] = []
+    languages: list[str] = []
+    choose, start = Chooser.choose, launch._launch_on_device
+
+    def watched_choose(self: Chooser, key: Any, among: Sequence[str], *rest: Any) -> str:
+        name = choose(self, key, among, *rest)
+        names.append(name)
+        candidates.extend(among)
+        return name
+
+    def watched_start(kernel: Any, *rest: Any) -> None:
+        languages.append("gluon" if type(kernel).__name__ == "GluonJITFunction" else "triton")
         start(kernel, *rest)
 
     call()  # a backward pass runs its forward pass at its first call
-    with _patched({(launch, "_launch_on_device"): watched, (ReplayCache, "enabled"): False}):
+    with _patched(
+        {
+            (Chooser, "choose"): watched_choose,
+            (Chooser, "known"): lambda self, key: None,
+            (launch, "_launch_on_device"): watched_start,
+            (ReplayCache, "enabled"): False,
+        }
+    ):
         call()
-    return "gluon" if "GluonJITFunction" in seen else "triton" if seen else "torch"
+    if names:
+        return Choice(backend="+".join(sorted(set(names))), candidates=tuple(dict.fromkeys(candidates)))
+    if "gluon" in languages:
+        return Choice(backend="gluon", candidates=("gluon", "triton"))
+    return Choice(backend="triton" if languages or launch.INTERPRETED else "torch")
 
 
-def other_backends(call: Call, chosen: str) -> dict[str, Call]:
-    """The same call by the other backends of nearpeak that take it, as "nearpeak/triton"; torch's own are peers."""
+def other_backends(call: Call, choice: Choice, peers: Sequence[str] = ()) -> dict[str, Call]:
+    """The same call by the other backends of nearpeak that take it, as "nearpeak/triton"; not by those of `peers`."""
     ways = {}
-    for name in ("triton",) if chosen == "gluon" else ():
-        forced = _portable(call.fresh() if isinstance(call, GradientCall) else call)
-        if backend_of(forced) == name:
-            ways[f"nearpeak/{name}"] = forced
+    for name in choice.candidates:
+        if name != choice.backend and name not in peers:
+            forced = _forced(call, name)
+            try:
+                chosen = choice_of(forced)
+            except KernelUnavailable:  # one of several products does not take it
+                continue
+            if chosen.backend == name:
+                ways[f"nearpeak/{name}"] = forced
     return ways
 
 
-def _portable(call: Call) -> Call:
-    """The call where Gluon's kernels run nowhere, after it was made with them: all modules are imported."""
-    places = {
-        (module, "runs_on"): _runs_nowhere
-        for name, module in list(sys.modules.items())
-        if name.startswith("nearpeak.kernels") and getattr(module, "runs_on", None) is gluon.runs_on
-    }
+def _forced(call: Call, name: str) -> Call:
+    """The call by one backend; where an operation does not choose, by what it has without Gluon."""
+    values: dict[tuple[Any, str], Any] = {}
+    if name == "triton":
+        values = {
+            (module, "runs_on"): _runs_nowhere
+            for key, module in list(sys.modules.items())
+            if key.startswith("nearpeak.kernels") and getattr(module, "runs_on", None) is gluon.runs_on
+        }
 
-    def portable() -> Any:
-        with _patched({**places, (ReplayCache, "enabled"): False}):
+    def forced() -> Any:
+        with kernels.using(backend=name), _patched(values):
             return call()
 
-    return portable
+    return forced
 
 
 def _runs_nowhere(device: torch.device) -> bool:

@@ -156,10 +156,6 @@ class GradientCall:
             self._results = [result for result in results if result.requires_grad]
         return torch.autograd.grad(self._results, self._wanted, self._above, retain_graph=True)
 
-    def fresh(self) -> GradientCall:
-        """The same call, whose forward pass has not run."""
-        return GradientCall(self._way, self._above, self._wanted, *self._given)
-
 
 def gradient_call(way: Callable[..., Any], above: Tensor, wanted: Sequence[Tensor], *given: Any) -> Call:
     """The backward pass of a way with one result."""

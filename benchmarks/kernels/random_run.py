@@ -19,7 +19,7 @@ import torch
 from benchmarks.kernels.drawing import Cell
 from benchmarks.kernels.drawn_cases import (
     CellPass,
-    backend_of,
+    choice_of,
     other_backends,
     passes_of,
     worst_row_error,
@@ -28,7 +28,7 @@ from benchmarks.kernels.flops_cases import Call
 from benchmarks.kernels.jobs import DONE, Steps, without_failures
 from benchmarks.kernels.score import FORMAT
 
-COMPILED = ("nearpeak", "nearpeak/torch", "compile", "liger")
+COMPILED = ("nearpeak", "compile", "liger")
 """The ways that have to be compiled before they are timed."""
 ROUNDS = 5
 FULL_BYTES = 2**35
@@ -56,8 +56,7 @@ def _steps(cell: Cell, device: str) -> dict[str, Call]:
                 call = _after_reset(one, name)
                 call()
                 if name == "nearpeak":
-                    for other in other_backends(call, backend_of(call)).values():
-                        other()
+                    other_backends(call, choice_of(call), one.peer_backends)
 
     names = dict.fromkeys(name for one in passes.values() for name in one.ways if name in COMPILED)
     return {name: partial(run, name) for name in names}
@@ -86,8 +85,8 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
             continue
         allowed, late = setting.allowed(dict(one.ways), cell.job, COMPILED)
         running, failed = without_failures(allowed, one.resets)
-        backend = backend_of(_after_reset(one, "nearpeak"))
-        others = other_backends(running["nearpeak"], backend)
+        choice = choice_of(_after_reset(one, "nearpeak"))
+        others = other_backends(running["nearpeak"], choice, one.peer_backends)
         ways = {**running, **others}
         resets = {way: one.resets[base] for way in ways if (base := "nearpeak" if way in others else way) in one.resets}
         errors = _errors(one, ways, resets) if setting.check else {}
@@ -108,7 +107,8 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
                 "flops": one.flops,
                 "seconds": seconds,
                 "spread": spread,
-                "backend": backend,
+                "backend": choice.backend,
+                "candidates": choice.candidates,
                 "errors": errors,
                 "error_limit": error_limit(cell, errors),
                 "waiting": waiting,

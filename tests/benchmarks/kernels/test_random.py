@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from nearpeak.kernels._runtime.policy import using
 
+choice: Any = importlib.import_module("nearpeak.kernels._runtime.choice")
 cases: Any = importlib.import_module("benchmarks.kernels.cases")
 drawing: Any = importlib.import_module("benchmarks.kernels.drawing")
 drawn: Any = importlib.import_module("benchmarks.kernels.drawn_cases")
@@ -317,22 +318,33 @@ def test_what_is_measured_is_compiled_before(tmp_path):
     assert folder.outcome(name, "eager") is None
 
 
-def test_every_backend_of_nearpeak_is_timed(monkeypatch):
-    """The choice of Gluon has the portable kernels beside it; other choices have none."""
-    calls: list[str] = []
+@pytest.mark.usefixtures("quick")
+def test_every_backend_that_takes_a_call_is_timed(monkeypatch):
+    """Those of `candidates`, but what runs anyway and what a peer runs; a name that is not obeyed is left out."""
+    chooser = choice.Chooser("made up", ("rows",))
+    ran: list[str] = []
 
     def call() -> None:
-        calls.append("portable" if drawn.gluon.runs_on is drawn._runs_nowhere else "as it is")
+        ran.append(chooser.choose("key", ("torch", "gluon", "triton"), (1.0,), torch.device("cpu")))
 
-    monkeypatch.setattr(drawn, "backend_of", lambda forced: (forced(), "triton")[1])
-    assert drawn.other_backends(call, "triton") == {}
-    others = drawn.other_backends(call, "gluon")
-    assert list(others) == ["nearpeak/triton"]
-    assert calls == ["portable"]
+    found = drawn.choice_of(call)
+    assert found == drawn.Choice(backend="torch", candidates=("torch", "gluon", "triton"))
+    assert list(drawn.other_backends(call, found)) == ["nearpeak/gluon", "nearpeak/triton"]
+    assert list(drawn.other_backends(call, found, ["gluon"])) == ["nearpeak/triton"]
+    ran.clear()
+    drawn.other_backends(call, found)["nearpeak/gluon"]()
+    assert ran[-1] == "gluon"
+    refused = drawn.Choice(backend="torch", candidates=("torch", "flash"))
+    assert drawn.other_backends(call, refused) == {}
+    choice._choosers.remove(chooser)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_call_without_a_choice_has_the_backend_of_its_kernels():
+    x = torch.randn(4, 8, device=DEVICE)
+    if DEVICE == "cpu":
+        assert drawn.choice_of(lambda: drawn.kernels.softmax(x)) == drawn.Choice(backend="triton")
     assert drawn.gluon.runs_on is not drawn._runs_nowhere
-    gradient = drawn.gradient_call(lambda x: x * 2, torch.ones(2), [x := torch.ones(2, requires_grad=True)], x)
-    gradient()
-    assert gradient.fresh()._results == []
 
 
 # merging and scoring
