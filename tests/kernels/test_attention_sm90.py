@@ -45,6 +45,20 @@ def test_what_they_take():
     assert not takes(problem(0, 4, 100, 64))
 
 
+def test_what_they_support_and_do_not_take_before_it_is_measured():
+    wide = torch.empty(2, 4, 100, 192, dtype=BF16)
+    for supported in (
+        problem(2, 4, 100, 80), problem(2, 4, 100, 72), problem(2, 4, 100, 96, causal=True), problem(2, 4, 100, 192),
+        problem(2, 4, 100, 256), problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :128]),
+    ):  # fmt: skip
+        assert sm90.supports(supported)
+        assert not sm90.takes(supported)
+    assert not sm90.supports(problem(2, 4, 100, 264))
+    assert not sm90.supports(problem(2, 4, 100, 100))
+    assert not sm90.supports(problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :64]))
+    assert not sm90.supports(problem(2, 4, 100, 96, left=5))
+
+
 def test_what_cannot_be_copied_is_left_to_the_portable_kernels():
     wide = torch.empty(2, 4, 100, 72, dtype=BF16)
     assert sm90.takes(problem(2, 4, 100, 64, query=wide[..., :64]))
@@ -77,21 +91,22 @@ class Program:
         self.left = [(pair, *sm90.turn_of_pair.fn(block, pair, down, sizes, causal, rotated, sums)) for pair in order]
 
 
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("processors", [1, 3, 8, 100])
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (3, 8), (8, 3), (1, 5), (7, 1), (16, 16)])
-def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, keys, processors, causal):
+def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, keys, processors, causal, together):
     """All parts are added, each sum by its order, however few programs run at a time; the first begin first."""
     monkeypatch.setattr(
         sm90, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, one, other: one if is_so else other)
     )
     monkeypatch.setattr(sm90, "PAIR", 1)  # what is counted here are pairs
     heads, sums = 3, 2
-    rotated = keys <= processors
+    rotated = keys <= processors and together == 1
     sizes = (queries, keys, heads, 1, queries, keys, keys - queries, 0, processors)
-    waiting = [
-        (head, Program(head, block, sizes, causal, rotated, sums)) for head in range(heads) for block in range(keys)
-    ]
+    places = [sm90.keys_of_program.fn(number, keys, together) for number in range(heads * keys)]
+    assert sorted(places) == [(block, head) for block in range(keys) for head in range(heads)]
+    waiting = [(head, Program(head, block, sizes, causal, rotated, sums)) for block, head in places]
     expected = sum(len(program.left) for _, program in waiting)
     counters: dict[tuple[int, int, int], int] = {}
     running, added = [], 0

@@ -23,15 +23,17 @@ SEES = {"full": (-1, True), "causal": (0, True), "causal from the first": (0, Fa
 class Case:
     """Tensors, and results and gradients of attention in float64."""
 
-    def __init__(self, heads, key_heads, queries, keys, dim, sees, batches=1, dtype=torch.bfloat16):
+    def __init__(
+        self, heads, key_heads, queries, keys, dim, sees, batches=1, dtype=torch.bfloat16, value_dim=None
+    ):
         generator = torch.Generator().manual_seed(0)
+        value_dim = value_dim or dim
 
-        def random_tensor(tokens, heads):
+        def random_tensor(tokens, heads, dim):
             return torch.randn((batches, tokens, heads, dim), generator=generator).to(dtype).transpose(1, 2)
 
-        query, key, value, self.gradient = (
-            random_tensor(*size) for size in ((queries, heads), (keys, key_heads), (keys, key_heads), (queries, heads))
-        )
+        query, key = random_tensor(queries, heads, dim), random_tensor(keys, key_heads, dim)
+        value, self.gradient = random_tensor(keys, key_heads, value_dim), random_tensor(queries, heads, value_dim)
         right, bottom_right = SEES[sees]
         nothing = (None,) * 6
         self.problem = AttentionProblem(
@@ -111,6 +113,13 @@ def test_each_configuration(emulate, monkeypatch, dim, causal, config):
     check_forward(emulate, case, 2, seed=dim + config.together)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sees", ["full", "causal"])
+@pytest.mark.parametrize("dims", [(80, 80), (96, 96), (72, 72), (192, 128), (192, 192), (200, 248)], ids=str)
+def test_heads_in_parts_and_heads_of_fewer_dimensions_than_their_tile(emulate, dims, sees):
+    check_forward(emulate, Case(2, 1, 200, 270, dims[0], sees, value_dim=dims[1]), 2)
+
+
 SIZES = [
     # heads, key heads, queries, keys, dim
     (1, 1, 256, 200, 64),
@@ -162,3 +171,11 @@ def test_heads_that_go_down_after_those_that_go_up(emulate):
     case = Case(1, 1, 300, 300, 64, "causal", batches=3, dtype=torch.float16)
     check_backward(emulate, case, 4, seed=1)
     check_forward(emulate, case, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processors", [2, 100])
+@pytest.mark.parametrize("sees", SEES)
+def test_gradients_where_the_programs_of_heads_alternate(emulate, monkeypatch, sees, processors):
+    monkeypatch.setattr(sm90, "heads_together", lambda *_: 2)
+    check_backward(emulate, Case(4, 2, 200, 270, 64, sees, batches=2), processors, seed=processors)

@@ -1,7 +1,9 @@
 """Attention for Hopper in Gluon: warp-specialized forward and backward kernels, and their launchers.
 
-They take plain attention, full or causal, of 16-bit dtypes and heads of 64 or 128 dimensions. The portable kernels take
-the rest.
+They support plain attention, full or causal, of 16-bit dtypes. The forward pass has tiles for heads of up to 256
+dimensions, in one or two parts of a power of 2 each: 192 columns are 128 and 64. TMA fills columns that a head does not
+have with zeros. What runs by default is what was measured: heads of 64 or 128 dimensions. The portable kernels take the
+rest.
 
 Forward: one warp loads (producer), two or three warpgroups compute (consumers). The producer copies blocks of keys and
 values into a ring buffer in shared memory by TMA. Each consumer has 64 queries. While it computes the exponentials of
@@ -25,6 +27,9 @@ at the same queries, and that the turn of each comes when the program before it 
   first: they go from the last queries to their diagonal. These end together, and so on.
 - If a head has more programs than run at a time, a program may wait only for programs that have started before it: the
   order is that of their numbers.
+- The same holds if the programs of several heads alternate, those with the most queries of all heads first. Then the
+  last programs are short, and end at about the same time. With grouped keys, whose programs are few and long, programs
+  of one head after the other would leave processors idle at the end.
 """
 
 from __future__ import annotations
@@ -53,30 +58,47 @@ from nearpeak.kernels._runtime.launch import launch
 from nearpeak.kernels._runtime.sm90_layouts import wgmma_layout
 from nearpeak.kernels._runtime.tuning import processors
 from nearpeak.kernels.attention.triton import AttentionProblem, Gradients, addressable, statistics
-from nearpeak.kernels.attention.tuning import MAX_SUMS, query_gradient_sums, sm90_config
+from nearpeak.kernels.attention.tuning import (
+    MAX_SUMS,
+    has_sm90_tiles,
+    heads_together,
+    query_gradient_sums,
+    sm90_config,
+    sm90_tiles,
+    tile_dim,
+)
 
 _DIMS = (64, 128)
-_KEY_BLOCK = 128
-"""Keys of a block of the forward pass."""
+"""Sizes of heads with measurements."""
 _PAIR = 128
 """Queries of a pair of blocks of the backward pass, and keys of one of its programs."""
 _WARPGROUP_ROWS = 64
 _SUM_ROWS = 32
 _TMA_ALIGNMENT = 16
+_TMA_COLUMNS = 8
+"""Rows of results have a multiple of so many numbers: they must begin at multiples of 16 bytes."""
 
 ROWS = gl.constexpr(_WARPGROUP_ROWS)
 """Queries of a consumer, as many as its products have rows."""
 PAIR = gl.constexpr(_PAIR)
+BYTES = gl.constexpr(2)
+"""Of a number of 16 bits."""
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 def takes(problem: AttentionProblem) -> bool:
-    """Whether these kernels support a problem."""
+    """Whether these kernels are the ones to run for a problem: for heads of sizes that were measured on a GPU."""
+    return problem.dim == problem.value_dim and problem.dim in _DIMS and supports(problem)
+
+
+def supports(problem: AttentionProblem) -> bool:
+    """Whether the forward pass of a problem can be run."""
     return (
         problem.query.dtype in (torch.bfloat16, torch.float16)
-        and problem.dim == problem.value_dim
-        and problem.dim in _DIMS
+        and has_sm90_tiles(problem.dim, problem.value_dim)
+        and problem.dim % _TMA_COLUMNS == 0
+        and problem.value_dim % _TMA_COLUMNS == 0
         and problem.is_plain
         and not problem.packed
         and problem.sinks is None
@@ -101,9 +123,15 @@ def _is_tma_copyable(x: Tensor) -> bool:
     )
 
 
-def _tile_descriptor(x: Tensor, rows: int) -> Any:
-    """The descriptor of tiles of some tokens of one head."""
-    block = [1, 1, rows, x.shape[-1]]
+def _part_descriptors(x: Tensor, rows: int, dim: int) -> tuple[Any, Any]:
+    """Descriptors of tiles of some tokens of one head, for their first columns and, if there are two parts, the rest."""
+    parts = [_tile_descriptor(x, rows, part_dim(dim, part)) for part in range(part_count(dim))]
+    return parts[0], parts[1] if len(parts) == 2 else None
+
+
+def _tile_descriptor(x: Tensor, rows: int, columns: int) -> Any:
+    """The descriptor of tiles of some tokens of one head and some columns. Columns beyond the last are 0."""
+    block = [1, 1, rows, columns]
     if 1 in x.shape[:-1]:  # the stride of a dimension of size 1 is arbitrary, and must still be a multiple of 16 bytes
         strides = [x.stride(-1) * x.shape[-1] if n == 1 else s for n, s in zip(x.shape[:-1], x.stride(), strict=False)]
         x = torch.as_strided(x, x.shape, (*strides, 1))
@@ -113,6 +141,19 @@ def _tile_descriptor(x: Tensor, rows: int) -> Any:
 def _diagonal_offset(problem: AttentionProblem) -> int:
     """Query i is aligned with key i + diagonal."""
     return problem.keys - problem.queries if problem.bottom_right else 0
+
+
+@gluon.constexpr_function
+def part_count(dim):
+    """How many parts the columns of a tile have: one if they are a power of 2, or else two."""
+    return 1 if dim & (dim - 1) == 0 else 2
+
+
+@gluon.constexpr_function
+def part_dim(dim, part):
+    """The columns of a part of a tile, a power of 2."""
+    first = 1 << (dim.bit_length() - 1)
+    return first if part == 0 else dim - first
 
 
 @gluon.jit
@@ -158,12 +199,21 @@ def key_blocks(first, keys, diagonal, QUERIES: gl.constexpr, KEYS: gl.constexpr,
 
 
 @gluon.jit
+def _copy_parts(parts, batch, head, row, barrier, rings, slot, DIM: gl.constexpr):
+    """Starts to copy the columns of a tile into a slot, those of each part into its ring."""
+    for part in gl.static_range(part_count(DIM)):
+        place = [batch, head, row, part * part_dim(DIM, 0)]
+        tma.async_copy_global_to_shared(parts[part], place, barrier, rings[part].index(slot))
+
+
+@gluon.jit
 def _load_forward(
     query, key, value, rings, barriers, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
+    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies the queries of each tile, and its keys and values, the last blocks first."""
-    query_ring, key_ring, value_ring, _result_tiles = rings
+    query_rings, key_rings, value_rings, _result_tiles = rings
     _queries, keys, heads, group, blocks, tiles, together, diagonal = sizes
     query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
     count = 0  # blocks of keys so far, of all tiles
@@ -174,22 +224,21 @@ def _load_forward(
         visible, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, CAUSAL)
         # queries, one tile for each consumer
         mbarrier.wait(query_empty, (number & 1) ^ 1)
-        mbarrier.expect(query_full, CONSUMERS * query.block_type.nbytes)
+        mbarrier.expect(query_full, QUERIES * DIM * BYTES)
         for consumer in gl.static_range(CONSUMERS):
             row = block * QUERIES + consumer * ROWS
-            tma.async_copy_global_to_shared(query, [batch, head, row, 0], query_full, query_ring.index(consumer))
+            _copy_parts(query, batch, head, row, query_full, query_rings, consumer, DIM)
         # keys and values, as slots of the rings become empty
         for step in range(visible):
             row = (visible - 1 - step) * KEYS
-            slot = count % STAGES
-            phase = (count // STAGES) & 1
-            mbarrier.wait(key_empty.index(slot), phase ^ 1)
-            mbarrier.expect(key_full.index(slot), key.block_type.nbytes)
-            place = [batch, head // group, row, 0]
-            tma.async_copy_global_to_shared(key, place, key_full.index(slot), key_ring.index(slot))
-            mbarrier.wait(value_empty.index(slot), phase ^ 1)
-            mbarrier.expect(value_full.index(slot), value.block_type.nbytes)
-            tma.async_copy_global_to_shared(value, place, value_full.index(slot), value_ring.index(slot))
+            slot = count % KEY_STAGES
+            mbarrier.wait(key_empty.index(slot), ((count // KEY_STAGES) & 1) ^ 1)
+            mbarrier.expect(key_full.index(slot), KEYS * DIM * BYTES)
+            _copy_parts(key, batch, head // group, row, key_full.index(slot), key_rings, slot, DIM)
+            slot = count % VALUE_STAGES
+            mbarrier.wait(value_empty.index(slot), ((count // VALUE_STAGES) & 1) ^ 1)
+            mbarrier.expect(value_full.index(slot), KEYS * VALUE_DIM * BYTES)
+            _copy_parts(value, batch, head // group, row, value_full.index(slot), value_rings, slot, VALUE_DIM)
             count += 1
 
 
@@ -234,51 +283,84 @@ def _unpacked(packed, KEYS: gl.constexpr, DIM: gl.constexpr, dtype: gl.constexpr
 
 @gluon.jit
 def _start_scores(
-    query_ring, key_ring, slot, CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr
+    query_rings, key_rings, slot, CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """Starts S = Q K^T, (ROWS, KEYS)."""
-    q = query_ring.index(CONSUMER).reshape([ROWS, DIM])
-    k = key_ring.index(slot).reshape([KEYS, DIM]).permute((1, 0))
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, layout=LAYOUT)
-    return warpgroup_mma(q, k, zeros, use_acc=False, is_async=True)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, layout=LAYOUT)
+    for part in gl.static_range(part_count(DIM)):
+        q = query_rings[part].index(CONSUMER).reshape([ROWS, part_dim(DIM, part)])
+        k = key_rings[part].index(slot).reshape([KEYS, part_dim(DIM, part)]).permute((1, 0))
+        scores = warpgroup_mma(q, k, scores, use_acc=part > 0, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _start_results(weights, value_rings, slot, accumulators, KEYS: gl.constexpr, VALUE_DIM: gl.constexpr):
+    """Starts O += P V, (ROWS, part_dim(VALUE_DIM, 0)) and, if there are two parts, (ROWS, part_dim(VALUE_DIM, 1))."""
+    left = _unpacked(weights, KEYS, part_dim(VALUE_DIM, 0), value_rings[0].dtype)
+    v = value_rings[0].index(slot).reshape([KEYS, part_dim(VALUE_DIM, 0)])
+    products = (warpgroup_mma(left, v, accumulators[0], is_async=True),)
+    if part_count(VALUE_DIM) == 2:
+        left = _unpacked(weights, KEYS, part_dim(VALUE_DIM, 1), value_rings[0].dtype)
+        v = value_rings[1].index(slot).reshape([KEYS, part_dim(VALUE_DIM, 1)])
+        products = (products[0], warpgroup_mma(left, v, accumulators[1], is_async=True))
+    return products
+
+
+@gluon.jit
+def _wait_for_results(products, in_flight: gl.constexpr, VALUE_DIM: gl.constexpr):
+    """The accumulators when no more than so many later products are in flight."""
+    accumulators = warpgroup_mma_wait(num_outstanding=in_flight, deps=products)
+    if part_count(VALUE_DIM) == 1:
+        accumulators = (accumulators,)
+    return accumulators
+
+
+@gluon.jit
+def _scaled(accumulators, factors, VALUE_DIM: gl.constexpr):
+    """The rows of accumulators times their factors."""
+    first = accumulators[0] * gl.convert_layout(factors, gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 0))))[:, None]
+    scaled = (first,)
+    if part_count(VALUE_DIM) == 2:
+        second = accumulators[1] * gl.convert_layout(factors, gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 1))))[:, None]
+        scaled = (first, second)
+    return scaled
 
 
 @gluon.jit
 def _forward_step(
-    rings, barriers, weights, accumulator, maximum, total, factor, last, count, first, column, keys, diagonal,
-    CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    rings, barriers, weights, accumulators, maximum, total, factor, last, count, first, column, keys, diagonal,
+    CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Starts the scores of this block and O += P V of the previous one, and computes the weights of this one."""
-    query_ring, key_ring, value_ring, _result_tiles = rings
+    query_rings, key_rings, value_rings, _result_tiles = rings
     _query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
     layout: gl.constexpr = wgmma_layout(KEYS)
-    accumulator_layout: gl.constexpr = wgmma_layout(DIM)
-    slot = count % STAGES
-    previous = (count - 1) % STAGES
+    slot = count % KEY_STAGES
+    previous = (count - 1) % VALUE_STAGES
     # both products are in flight
-    mbarrier.wait(key_full.index(slot), (count // STAGES) & 1)
-    scores = _start_scores(query_ring, key_ring, slot, CONSUMER, KEYS, DIM, layout)
-    mbarrier.wait(value_full.index(previous), ((count - 1) // STAGES) & 1)
-    left = _unpacked(weights, KEYS, DIM, value_ring.dtype)
-    product = warpgroup_mma(left, value_ring.index(previous).reshape([KEYS, DIM]), accumulator, is_async=True)
+    mbarrier.wait(key_full.index(slot), (count // KEY_STAGES) & 1)
+    scores = _start_scores(query_rings, key_rings, slot, CONSUMER, KEYS, DIM, layout)
+    mbarrier.wait(value_full.index(previous), ((count - 1) // VALUE_STAGES) & 1)
+    products = _start_results(weights, value_rings, previous, accumulators, KEYS, VALUE_DIM)
     # softmax of the scores, while the second product runs
-    scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+    scores = warpgroup_mma_wait(num_outstanding=part_count(VALUE_DIM), deps=(scores,))
     mbarrier.arrive(key_empty.index(slot), count=1)
     mbarrier.arrive(query_empty, count=1, pred=last)
     new_weights, maximum, total, rescale = _softmax_weights(
         scores, maximum, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, MASKED
     )
-    accumulator = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+    accumulators = _wait_for_results(products, 0, VALUE_DIM)
     mbarrier.arrive(value_empty.index(previous), count=1)
-    accumulator = accumulator * gl.convert_layout(rescale, gl.SliceLayout(1, accumulator_layout))[:, None]
-    return _packed(new_weights, KEYS, value_ring.dtype), accumulator, maximum, total
+    accumulators = _scaled(accumulators, rescale, VALUE_DIM)
+    return _packed(new_weights, KEYS, value_rings[0].dtype), accumulators, maximum, total
 
 
 @gluon.jit
 def _skip_hidden_blocks(
     count, tile, sizes, barriers, CONSUMER: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr,
+    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
 ):  # fmt: skip
     """Releases the first blocks of a tile, which only later queries of other consumers see."""
     _queries, keys, _heads, _group, blocks, _tiles, together, diagonal = sizes
@@ -287,46 +369,76 @@ def _skip_hidden_blocks(
     visible, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, True)
     own, _full = key_blocks(block * QUERIES + CONSUMER * ROWS, keys, diagonal, ROWS, KEYS, True)
     for _ in range(visible - own):
-        slot = count % STAGES
-        phase = (count // STAGES) & 1
-        mbarrier.wait(key_full.index(slot), phase)
+        slot = count % KEY_STAGES
+        mbarrier.wait(key_full.index(slot), (count // KEY_STAGES) & 1)
         mbarrier.arrive(key_empty.index(slot), count=1)
-        mbarrier.wait(value_full.index(slot), phase)
+        slot = count % VALUE_STAGES
+        mbarrier.wait(value_full.index(slot), (count // VALUE_STAGES) & 1)
         mbarrier.arrive(value_empty.index(slot), count=1)
         count += 1
     return count
 
 
 @gluon.jit
+def _columns(x, WIDTH: gl.constexpr, STORED: gl.constexpr):
+    """A tile (ROWS, WIDTH) as a tuple of tiles of at most STORED columns. No value changes its thread."""
+    if WIDTH <= STORED:
+        pieces = (x,)
+    else:
+        left, right = x.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)).split()
+        pieces = _columns(left, WIDTH // 2, STORED) + _columns(right, WIDTH // 2, STORED)
+    return pieces
+
+
+@gluon.jit
+def _store_part(result, batch, head, row, column, x, tile, WIDTH: gl.constexpr, STORED: gl.constexpr):
+    """Starts to store (ROWS, WIDTH) results from a column on, STORED at a time through a tile in shared memory."""
+    pieces = _columns(x, WIDTH, STORED)
+    for piece in gl.static_range(len(pieces)):
+        tma.store_wait(0)
+        gl.thread_barrier()  # one thread waits for the copy of what was there, and all write
+        if WIDTH < STORED:  # what else is in the tile is beyond the end of a row, and not stored
+            tile.slice(0, WIDTH, dim=1).store(pieces[piece])
+        else:
+            tile.store(pieces[piece])
+        fence_async_shared()
+        place = [batch, head, row, column + piece * STORED]
+        tma.async_copy_shared_to_global(result, place, tile.reshape([1, 1, ROWS, STORED]))
+
+
+@gluon.jit
 def _consume_forward(
     CONSUMER: gl.constexpr, result, lse, rings, barriers, factor, sizes, QUERIES: gl.constexpr,
-    KEYS: gl.constexpr, DIM: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
+    KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, KEY_STAGES: gl.constexpr,
+    VALUE_STAGES: gl.constexpr, STORED: gl.constexpr, CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: results and log-sum-exp of 64 queries of each tile."""
-    query_ring, key_ring, value_ring, result_tiles = rings
+    query_rings, key_rings, value_rings, result_tiles = rings
     queries, keys, heads, _group, blocks, tiles, together, diagonal = sizes
     query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
     layout: gl.constexpr = wgmma_layout(KEYS)
-    accumulator_layout: gl.constexpr = wgmma_layout(DIM)
     rounds = round_count(tiles, SNAKE)
     # the first scores of the first tile
     mbarrier.wait(query_full, 0)
     count = 0
     if CAUSAL:
-        count = _skip_hidden_blocks(count, tile_of_round(0, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES)
-    mbarrier.wait(key_full.index(count % STAGES), (count // STAGES) & 1)
-    next_scores = _start_scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)
+        count = _skip_hidden_blocks(count, tile_of_round(0, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, KEY_STAGES, VALUE_STAGES)
+    mbarrier.wait(key_full.index(count % KEY_STAGES), (count // KEY_STAGES) & 1)
+    next_scores = _start_scores(query_rings, key_rings, count % KEY_STAGES, CONSUMER, KEYS, DIM, layout)
     for number in range(rounds):
         block, head_index = block_and_head(tile_of_round(number, SNAKE), blocks, together, CAUSAL)
         first = block * QUERIES + CONSUMER * ROWS
         visible, full = key_blocks(first, keys, diagonal, ROWS, KEYS, CAUSAL)
         maximum = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
-        accumulator = gl.zeros([ROWS, DIM], gl.float32, layout=accumulator_layout)
+        accumulators = (gl.zeros([ROWS, part_dim(VALUE_DIM, 0)], gl.float32, layout=wgmma_layout(part_dim(VALUE_DIM, 0))),)
+        if part_count(VALUE_DIM) == 2:
+            second = gl.zeros([ROWS, part_dim(VALUE_DIM, 1)], gl.float32, layout=wgmma_layout(part_dim(VALUE_DIM, 1)))
+            accumulators = (accumulators[0], second)
 
         # the weights of the first block, which is the last of the keys
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
-        mbarrier.arrive(key_empty.index(count % STAGES), count=1)
+        mbarrier.arrive(key_empty.index(count % KEY_STAGES), count=1)
         mbarrier.arrive(query_empty, count=1, pred=visible == 1)
         column = (visible - 1) * KEYS
         if visible > full:
@@ -342,44 +454,45 @@ def _consume_forward(
 
         # blocks that need a mask, and then those that do not
         for step in range(1, visible - full):
-            weights, accumulator, maximum, total = _forward_step(
-                rings, barriers, weights, accumulator, maximum, total, factor, step == visible - 1, count, first,
-                column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, STAGES, CAUSAL, True,
+            weights, accumulators, maximum, total = _forward_step(
+                rings, barriers, weights, accumulators, maximum, total, factor, step == visible - 1, count, first,
+                column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES,
+                CAUSAL, True,
             )  # fmt: skip
             count += 1
         for step in range(gl.maximum(visible - full, 1), visible):
-            weights, accumulator, maximum, total = _forward_step(
-                rings, barriers, weights, accumulator, maximum, total, factor, step == visible - 1, count, first,
-                column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, STAGES, CAUSAL, False,
+            weights, accumulators, maximum, total = _forward_step(
+                rings, barriers, weights, accumulators, maximum, total, factor, step == visible - 1, count, first,
+                column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES,
+                CAUSAL, False,
             )  # fmt: skip
             count += 1
 
         # O += P V of the last block
-        last = (count - 1) % STAGES
-        mbarrier.wait(value_full.index(last), ((count - 1) // STAGES) & 1)
-        left = _unpacked(weights, KEYS, DIM, result.dtype)
-        product = warpgroup_mma(left, value_ring.index(last).reshape([KEYS, DIM]), accumulator, is_async=True)
+        last = (count - 1) % VALUE_STAGES
+        mbarrier.wait(value_full.index(last), ((count - 1) // VALUE_STAGES) & 1)
+        products = _start_results(weights, value_rings, last, accumulators, KEYS, VALUE_DIM)
         # the first scores of the next tile; after the last tile they are garbage, and nobody waits for their keys
         more = number + 1 < rounds
         if CAUSAL and more:
             count = _skip_hidden_blocks(
-                count, tile_of_round(number + 1, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, STAGES
-            )
+                count, tile_of_round(number + 1, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, KEY_STAGES,
+                VALUE_STAGES,
+            )  # fmt: skip
         mbarrier.wait(query_full, (number + 1) & 1, pred=more)
-        mbarrier.wait(key_full.index(count % STAGES), (count // STAGES) & 1, pred=more)
-        next_scores = _start_scores(query_ring, key_ring, count % STAGES, CONSUMER, KEYS, DIM, layout)
-        accumulator = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
+        mbarrier.wait(key_full.index(count % KEY_STAGES), (count // KEY_STAGES) & 1, pred=more)
+        next_scores = _start_scores(query_rings, key_rings, count % KEY_STAGES, CONSUMER, KEYS, DIM, layout)
+        accumulators = _wait_for_results(products, part_count(DIM), VALUE_DIM)
         mbarrier.arrive(value_empty.index(last), count=1)
 
         # normalize and store, the result through shared memory
         inverse = gl.where(total == 0.0, 0.0, 1.0 / total)  # a query that sees no key has zeros
-        accumulator = accumulator * gl.convert_layout(inverse, gl.SliceLayout(1, accumulator_layout))[:, None]
-        tma.store_wait(0)
-        gl.thread_barrier()  # one thread waits for the copy of the previous tile, and all write
-        result_tiles.index(CONSUMER).store(accumulator.to(result.dtype))
-        fence_async_shared()
-        tile = result_tiles.index(CONSUMER).reshape([1, 1, ROWS, DIM])
-        tma.async_copy_shared_to_global(result, [head_index // heads, head_index % heads, first, 0], tile)
+        accumulators = _scaled(accumulators, inverse, VALUE_DIM)
+        for part in gl.static_range(part_count(VALUE_DIM)):
+            _store_part(
+                result, head_index // heads, head_index % heads, first, part * part_dim(VALUE_DIM, 0),
+                accumulators[part].to(result.dtype), result_tiles.index(CONSUMER), part_dim(VALUE_DIM, part), STORED,
+            )  # fmt: skip
         index = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         log_sum_exp = gl.where(total == 0.0, -float("inf"), (maximum + gl.log2(total)) * LN_2)
         gl.store(lse + head_index.to(gl.int64) * queries + index, log_sum_exp, mask=index < queries)
@@ -389,35 +502,51 @@ def _consume_forward(
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "blocks", "tiles", "together", "diagonal"])
 def attention_sm90_kernel(
-    lse, query, key, value, result, factor, queries, keys, heads, group, blocks, tiles, together, diagonal,
-    KEYS: gl.constexpr, DIM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    SNAKE: gl.constexpr,
+    lse, query, key, value, result, query_rest, key_rest, value_rest, factor,
+    queries, keys, heads, group, blocks, tiles, together, diagonal,
+    KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
+    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, STORED: gl.constexpr,
+    CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
-    """The forward pass. Tensors are descriptors of [batch, heads, tokens, dim], except lse, [batch, heads, queries]."""
+    """The forward pass. Tensors are descriptors of [batch, heads, tokens, dim], except lse, [batch, heads, queries].
+
+    Tiles have DIM or VALUE_DIM columns, in one or two parts. The descriptors `rest` are for the second part, or None.
+    """
     dtype: gl.constexpr = query.dtype
     QUERIES: gl.constexpr = CONSUMERS * ROWS
     # tiles in shared memory
-    query_ring = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, DIM], query.layout)
-    key_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], key.layout)
-    value_ring = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, KEYS, DIM], value.layout)
-    result_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, DIM], gl.NVMMASharedLayout(128, 16, rank=2))
+    query_parts, key_parts, value_parts = (query,), (key,), (value,)
+    query_rings = (gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, part_dim(DIM, 0)], query.layout),)
+    key_rings = (gl.allocate_shared_memory(dtype, [KEY_STAGES, 1, 1, KEYS, part_dim(DIM, 0)], key.layout),)
+    value_rings = (gl.allocate_shared_memory(dtype, [VALUE_STAGES, 1, 1, KEYS, part_dim(VALUE_DIM, 0)], value.layout),)
+    if part_count(DIM) == 2:
+        query_parts, key_parts = (query, query_rest), (key, key_rest)
+        query_ring = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, part_dim(DIM, 1)], query_rest.layout)
+        key_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, 1, 1, KEYS, part_dim(DIM, 1)], key_rest.layout)
+        query_rings, key_rings = (query_rings[0], query_ring), (key_rings[0], key_ring)
+    if part_count(VALUE_DIM) == 2:
+        value_parts = (value, value_rest)
+        value_ring = gl.allocate_shared_memory(dtype, [VALUE_STAGES, 1, 1, KEYS, part_dim(VALUE_DIM, 1)], value_rest.layout)
+        value_rings = (value_rings[0], value_ring)
+    result_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, STORED], gl.NVMMASharedLayout(128, 16, rank=2))
     # full: the producer's copy has arrived; empty: all consumers have read it
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     query_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    key_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    value_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    key_full = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    key_empty = gl.allocate_shared_memory(gl.int64, [KEY_STAGES, 1], mbarrier.MBarrierLayout())
+    value_full = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
+    value_empty = gl.allocate_shared_memory(gl.int64, [VALUE_STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(query_full, count=1)
     mbarrier.init(query_empty, count=CONSUMERS)
-    for slot in gl.static_range(STAGES):
+    for slot in gl.static_range(KEY_STAGES):
         mbarrier.init(key_full.index(slot), count=1)
         mbarrier.init(key_empty.index(slot), count=CONSUMERS)
+    for slot in gl.static_range(VALUE_STAGES):
         mbarrier.init(value_full.index(slot), count=1)
         mbarrier.init(value_empty.index(slot), count=CONSUMERS)
     fence_async_shared()
     barriers = (query_full, query_empty, key_full, key_empty, value_full, value_empty)
-    rings = (query_ring, key_ring, value_ring, result_tiles)
+    rings = (query_rings, key_rings, value_rings, result_tiles)
     sizes = (queries, keys, heads, group, blocks, tiles, together, diagonal)
     # Gluon does not compile a list of partitions that is composed
     if CONSUMERS == 2:
@@ -425,15 +554,24 @@ def attention_sm90_kernel(
             [
                 (
                     _consume_forward,
-                    (0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                    (
+                        0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                    ),
                 ),
                 (
                     _consume_forward,
-                    (1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                    (
+                        1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                    ),
                 ),
                 (
                     _load_forward,
-                    (query, key, value, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS, STAGES, CAUSAL, SNAKE),
+                    (
+                        query_parts, key_parts, value_parts, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS,
+                        DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES, CAUSAL, SNAKE,
+                    ),
                 ),
             ],
             [4, 1],
@@ -444,19 +582,31 @@ def attention_sm90_kernel(
             [
                 (
                     _consume_forward,
-                    (0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                    (
+                        0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                    ),
                 ),
                 (
                     _consume_forward,
-                    (1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                    (
+                        1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                    ),
                 ),
                 (
                     _consume_forward,
-                    (2, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, STAGES, CAUSAL, SNAKE),
+                    (
+                        2, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                    ),
                 ),
                 (
                     _load_forward,
-                    (query, key, value, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS, STAGES, CAUSAL, SNAKE),
+                    (
+                        query_parts, key_parts, value_parts, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS,
+                        DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES, CAUSAL, SNAKE,
+                    ),
                 ),
             ],
             [4, 4, 1],
@@ -466,23 +616,28 @@ def attention_sm90_kernel(
 
 def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     """The result, token-major in memory, and the log-sum-exp of the scores in float32."""
-    result = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.dim)
+    result = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.value_dim)
     lse = problem.new_lse()
     causal = problem.right == 0
     device = problem.query.device
-    config = sm90_config(problem.dim, causal, problem.queries, device)
+    dim, value_dim = tile_dim(problem.dim), tile_dim(problem.value_dim)
+    config = sm90_config(dim, causal, problem.queries, device)
+    tiles_of = sm90_tiles(dim, value_dim)
     blocks = triton.cdiv(problem.queries, config.consumers * _WARPGROUP_ROWS)
     heads = problem.batches * problem.heads
     tiles = blocks * heads
     programs = min(processors(device), tiles) if config.persistent else tiles
+    query, query_rest = _part_descriptors(problem.query, _WARPGROUP_ROWS, dim)
+    key, key_rest = _part_descriptors(problem.key, tiles_of.keys, dim)
+    value, value_rest = _part_descriptors(problem.value, tiles_of.keys, value_dim)
     launch(
-        attention_sm90_kernel, (programs, 1, 1), lse, _tile_descriptor(problem.query, _WARPGROUP_ROWS),
-        _tile_descriptor(problem.key, _KEY_BLOCK), _tile_descriptor(problem.value, _KEY_BLOCK),
-        _tile_descriptor(result, _WARPGROUP_ROWS), problem.scale * math.log2(math.e),
+        attention_sm90_kernel, (programs, 1, 1), lse, query, key, value,
+        _tile_descriptor(result, _WARPGROUP_ROWS, tiles_of.stored), query_rest, key_rest, value_rest,
+        problem.scale * math.log2(math.e),
         problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, math.gcd(config.together, heads),
         _diagonal_offset(problem),
-        _KEY_BLOCK, problem.dim, config.consumers, 2 if problem.dim == 128 else 3, causal,
-        causal and config.persistent, warps=4, registers=168 if config.consumers == 2 else 128,
+        tiles_of.keys, dim, value_dim, config.consumers, tiles_of.key_stages, tiles_of.value_stages, tiles_of.stored,
+        causal, causal and config.persistent, warps=4, registers=168 if config.consumers == 2 else 128,
     )  # fmt: skip
     return result, lse
 
@@ -500,6 +655,18 @@ def _wait_until_written():
     lanes = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
     asm: gl.constexpr = "cp.async.bulk.wait_group 0; mov.b32 $0, $1;"
     gl.inline_asm_elementwise(asm, "=r,r", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def keys_of_program(program, blocks, TOGETHER: gl.constexpr):
+    """The block of keys of a program, and its head among those of all batches: blocks of TOGETHER heads alternate."""
+    block = program % blocks
+    head = program // blocks
+    if TOGETHER > 1:
+        rest = program % (blocks * TOGETHER)
+        block = rest // TOGETHER
+        head = program // (blocks * TOGETHER) * TOGETHER + rest % TOGETHER
+    return block, head
 
 
 @gluon.jit
@@ -544,14 +711,12 @@ def turn_of_pair(block, pair, down, sizes, CAUSAL: gl.constexpr, ROTATED: gl.con
 @gluon.jit
 def add_query_gradients(
     sums, counters, dq_tiles, barriers, sizes, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
-    SUMS: gl.constexpr,
+    SUMS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """The adding warp: adds the parts of dQ, each pair of blocks in its turn. The first part of a sum is stored."""
     _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors = sizes
     _keys_full, _full, _empty, ds_full, dq_empty = barriers
-    program = gl.program_id(0)
-    block = program % blocks
-    head = program // blocks
+    block, head = keys_of_program(gl.program_id(0), blocks, TOGETHER)
     first, count, down = query_pairs(head, block, sizes, CAUSAL, ROTATED)
     # dQ of a pair is in shared memory when dS of the next pair is: the first dS announces nothing. Nothing is stored
     # before it was seen, so that this warp is never a whole phase of the barriers late
@@ -590,23 +755,22 @@ def add_query_gradients(
 @gluon.jit
 def _load_backward(
     query, key, value, gradient, lse2, delta, tiles, barriers, sizes,
-    STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
+    STAGES: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies the keys and values of this program, and then queries, dO, lse and delta, block by block."""
     key_tiles, value_tiles, query_ring, gradient_ring, statistics_ring, _ds_tiles, _dq_tiles = tiles
     _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors = sizes
     keys_full, full, empty, _ds_full, _dq_empty = barriers
-    program = gl.program_id(0)
     key_heads = heads // group
-    block = program % blocks
-    batch = program // blocks // key_heads
-    head = program // blocks % key_heads
+    block, head_index = keys_of_program(gl.program_id(0), blocks, TOGETHER)
+    batch = head_index // key_heads
+    head = head_index % key_heads
     mbarrier.expect(keys_full, 2 * key.block_type.nbytes + 2 * value.block_type.nbytes)
     for half in gl.static_range(2):
         place = [batch, head, block * PAIR + half * ROWS, 0]
         tma.async_copy_global_to_shared(key, place, keys_full, key_tiles.index(half))
         tma.async_copy_global_to_shared(value, place, keys_full, value_tiles.index(half))
-    first, count, down = query_pairs(program // blocks, block, sizes, CAUSAL, ROTATED)
+    first, count, down = query_pairs(head_index, block, sizes, CAUSAL, ROTATED)
     lanes = gl.arange(0, ROWS, layout=gl.BlockedLayout([2], [32], [1], [0]))
     done = 0
     for member in range(group):
@@ -618,7 +782,7 @@ def _load_backward(
             place = [batch, head * group + member, pair * PAIR + (step % 2) * ROWS, 0]
             tma.async_copy_global_to_shared(query, place, full.index(slot), query_ring.index(slot))
             tma.async_copy_global_to_shared(gradient, place, full.index(slot), gradient_ring.index(slot))
-            row = (program // blocks * group + member).to(gl.int64) * (pairs * PAIR) + pair * PAIR + (step % 2) * ROWS
+            row = (head_index * group + member).to(gl.int64) * (pairs * PAIR) + pair * PAIR + (step % 2) * ROWS
             lse2_rows = gl.load(lse2 + row + lanes)
             delta_rows = gl.load(delta + row + lanes)
             statistics_ring.index(2 * slot).store(lse2_rows)
@@ -777,15 +941,14 @@ def _backward_half(
 @gluon.jit
 def _consume_backward(
     CONSUMER: gl.constexpr, key_gradient, value_gradient, tiles, barriers, scale, sizes,
-    dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
+    dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """A consumer: dK and dV of 64 keys, and parts of dQ in half of the dimensions."""
     key_tiles, value_tiles, _query_ring, _gradient_ring, _statistics_ring, ds_tiles, dq_tiles = tiles
     _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
     keys_full, full, _empty, ds_full, _dq_empty = barriers
-    program = gl.program_id(0)
-    block = program % blocks
-    first, count, down = query_pairs(program // blocks, block, sizes, CAUSAL, ROTATED)
+    block, head_index = keys_of_program(gl.program_id(0), blocks, TOGETHER)
+    first, count, down = query_pairs(head_index, block, sizes, CAUSAL, ROTATED)
     factor = scale * LOG2_E
     d_k = gl.zeros([ROWS, DIM], gl.float32, layout=wgmma_layout(DIM))
     d_v = gl.zeros([ROWS, DIM], gl.float32, layout=wgmma_layout(DIM))
@@ -831,7 +994,7 @@ def _consume_backward(
 
     # dV and dK, through the tile of values, which no other warp reads
     key_heads = heads // group
-    place = [program // blocks // key_heads, program // blocks % key_heads, first_key, 0]
+    place = [head_index // key_heads, head_index % key_heads, first_key, 0]
     tile = value_tiles.index(CONSUMER)
     tile.reshape([ROWS, DIM]).store(d_v.to(dtype))
     fence_async_shared()
@@ -850,7 +1013,7 @@ def _consume_backward(
 def attention_sm90_backward_kernel(
     lse2, delta, counters, key_gradient, value_gradient, query, key, value, gradient, sums, scale,
     queries, keys, heads, group, pairs, blocks, diagonal, rows, processors,
-    DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr,
+    DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """The backward pass. Tensors are descriptors, except lse2 and delta, padded to whole pairs, and the counters."""
     dtype: gl.constexpr = query.dtype
@@ -883,17 +1046,23 @@ def attention_sm90_backward_kernel(
         [
             (
                 _consume_backward,
-                (0, key_gradient, value_gradient, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
+                (
+                    0, key_gradient, value_gradient, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED,
+                    TOGETHER,
+                ),
             ),
             (
                 _consume_backward,
-                (1, key_gradient, value_gradient, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED),
+                (
+                    1, key_gradient, value_gradient, tiles, barriers, scale, sizes, dtype, DIM, CAUSAL, ROTATED,
+                    TOGETHER,
+                ),
             ),
             (
                 _load_backward,
-                (query, key, value, gradient, lse2, delta, tiles, barriers, sizes, STAGES, CAUSAL, ROTATED),
+                (query, key, value, gradient, lse2, delta, tiles, barriers, sizes, STAGES, CAUSAL, ROTATED, TOGETHER),
             ),
-            (add_query_gradients, (sums, counters, dq_tiles, barriers, sizes, DIM, CAUSAL, ROTATED, SUMS)),
+            (add_query_gradients, (sums, counters, dq_tiles, barriers, sizes, DIM, CAUSAL, ROTATED, SUMS, TOGETHER)),
         ],
         [4, 1, 1],
         [240, 24, 24],
@@ -938,19 +1107,24 @@ def backward(
     by_key, by_value = (
         problem.new_token_major(problem.batches, problem.keys, problem.key_heads, problem.dim) for _ in range(2)
     )
-    inputs = (_tile_descriptor(x, _WARPGROUP_ROWS) for x in (problem.query, problem.key, problem.value, gradient))
+    inputs = (
+        _tile_descriptor(x, _WARPGROUP_ROWS, problem.dim) for x in (problem.query, problem.key, problem.value, gradient)
+    )
     device = gradient.device
     number = query_gradient_sums(problem.dim, problem.queries)
     sums = torch.empty((number * heads * padded, problem.dim), dtype=torch.float32, device=device)
     counters = torch.zeros(heads * pairs * number, dtype=torch.int32, device=device)
     causal = problem.right == 0
     diagonal = _diagonal_offset(problem)
+    together = math.gcd(heads_together(causal, problem.group), problem.batches * problem.key_heads)
+    # programs may wait for later ones if these surely run at the same time
+    rotated = blocks <= processors(device) and together == 1
     launch(
         attention_sm90_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1),
-        lse2, delta, counters, _tile_descriptor(by_key, _WARPGROUP_ROWS), _tile_descriptor(by_value, _WARPGROUP_ROWS),
+        lse2, delta, counters, _tile_descriptor(by_key, _WARPGROUP_ROWS, problem.dim), _tile_descriptor(by_value, _WARPGROUP_ROWS, problem.dim),
         *inputs, descriptor(sums, [_WARPGROUP_ROWS, problem.dim // 2]), problem.scale,
         problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal, heads * padded,
-        processors(device), problem.dim, causal, blocks <= processors(device), number,
+        processors(device), problem.dim, causal, rotated, number, together,
         warps=4, registers=168,
     )  # fmt: skip
     empty = gradient.new_empty(0)

@@ -118,6 +118,49 @@ class Sm90Config:
     """Heads whose tiles are processed together, few enough for their keys and values to stay in the L2 cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sm90Tiles:
+    """The tiles of the forward kernel for Hopper in shared memory, of which there are 227 KiB."""
+
+    keys: int
+    """Keys of a block. Its scores and weights share the registers with the results."""
+    key_stages: int
+    """Blocks of keys in the ring buffer."""
+    value_stages: int
+    """Blocks of values in the ring buffer."""
+    stored: int
+    """Columns of the result that are stored at a time."""
+
+
+_TILE_DIMS = (64, 80, 96, 128, 192, 256)
+"""The columns that tiles have: powers of 2, and sums of two."""
+_SM90_TILES = {
+    (64, 64): Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
+    (80, 80): Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
+    (96, 96): Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
+    (128, 128): Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=128),
+    (192, 128): Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
+    (192, 192): Sm90Tiles(keys=64, key_stages=3, value_stages=3, stored=64),
+    (256, 256): Sm90Tiles(keys=64, key_stages=2, value_stages=2, stored=64),
+}
+"""By the columns of tiles of keys and of values."""
+
+
+def tile_dim(dim: int) -> int:
+    """The columns of a tile for heads of this size. Those that are not in the head are 0."""
+    return next(columns for columns in _TILE_DIMS if dim <= columns)
+
+
+def sm90_tiles(dim: int, value_dim: int) -> Sm90Tiles:
+    """The tiles of the forward kernel for Hopper, for tiles with so many columns."""
+    return _SM90_TILES[dim, value_dim]
+
+
+def has_sm90_tiles(dim: int, value_dim: int) -> bool:
+    """Whether the forward kernel for Hopper has tiles for heads of these sizes."""
+    return max(dim, value_dim) <= _TILE_DIMS[-1] and (tile_dim(dim), tile_dim(value_dim)) in _SM90_TILES
+
+
 def sm90_config(dim: int, causal: bool, queries: int, device: torch.device) -> Sm90Config:
     """The configuration of the forward kernel for Hopper."""
     config = from_row(tuned(sm90_table_key(dim, causal), queries, device), Sm90Config)
@@ -136,7 +179,7 @@ def sm90_heuristic(dim: int, causal: bool, queries: int) -> Sm90Config:
 
 def sm90_candidates(dim: int, causal: bool) -> list[Sm90Config]:
     """Configurations worth measuring."""
-    consumers = (2,) if dim == 128 else (2, 3) if causal else (3, 2)
+    consumers = (2,) if dim > 64 else (2, 3) if causal else (3, 2)  # three have registers for small heads alone
     orders = [(True, 1), (True, 4), (True, 16), (False, 1), (False, 8)] if causal else [(True, 1), (True, 4)]
     return [
         Sm90Config(consumers=number, persistent=persistent, together=together)
@@ -152,3 +195,11 @@ def query_gradient_sums(dim: int, queries: int) -> int:
     others a second sum is not worth its memory traffic.
     """
     return MAX_SUMS if dim == 64 and queries > _MAX_QUERIES_OF_ONE_SUM else 1
+
+
+def heads_together(causal: bool, group: int) -> int:
+    """How many heads of keys the programs of the backward kernel for Hopper alternate between.
+
+    It is 1 until others are measured: `benchmarks.kernels.attention_variants`.
+    """
+    return 1
