@@ -56,6 +56,7 @@ def described(kernel, args, warps, stages, registers=None):
         "kernel": kernel.__name__,
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
         "spills": sum(int(number) for number in re.findall(r"(\d+) bytes spill", said)),
+        "serialized": "serialized" in said,  # matrix products of which each waits for the one before
         "shared_bytes": found.metadata.shared,
         "warps": warps,
         # 128 bits by a thread at once: what it takes to fill the memory's bandwidth

@@ -151,7 +151,7 @@ def test_sums_are_added_up_where_there_are_any(causal, hidden):
     kernel = sm90.attention_sums_kernel
     launch.launch(
         kernel, (pairs * 4 * batches * heads, 1, 1), sums, actual, *actual.stride()[:3], 0.5, heads, queries,
-        pairs * 128, blocks, keys - queries, sums[0].numel(), dim, causal, 2, 128, 32,
+        pairs * 128, blocks, keys - queries, sums[0].numel(), dim, dim, dim, causal, 2, 128, 32,
     )  # fmt: skip
     total = (expected.sum(0) * 0.5).view(batches, heads, pairs * 128, dim)[:, :, :queries]
     torch.testing.assert_close(actual, total.to(BF16), rtol=0.01, atol=0.0)

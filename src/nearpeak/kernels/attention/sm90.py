@@ -54,15 +54,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from nearpeak.kernels._runtime.gluon import descriptor
-from nearpeak.kernels._runtime.launch import launch
+from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.sm90_layouts import wgmma_layout
 from nearpeak.kernels._runtime.tuning import processors
 from nearpeak.kernels.attention.triton import AttentionProblem, Gradients, addressable, statistics
 from nearpeak.kernels.attention.tuning import (
     MAX_SUMS,
+    has_sm90_backward,
     has_sm90_tiles,
     heads_together,
     query_gradient_sums,
+    sm90_backward_dims,
     sm90_config,
     sm90_tiles,
     tile_dim,
@@ -111,6 +113,11 @@ def supports(problem: AttentionProblem) -> bool:
     )
 
 
+def supports_backward(problem: AttentionProblem) -> bool:
+    """Whether the backward pass of a problem can be run."""
+    return supports(problem) and has_sm90_backward(problem.dim, problem.value_dim)
+
+
 def _is_tma_copyable(x: Tensor) -> bool:
     """Whether TMA can copy tiles of a tensor [batch, heads, tokens, dim]."""
     by_stride = zip(x.shape[:-1], x.stride()[:-1], strict=True)
@@ -124,7 +131,7 @@ def _is_tma_copyable(x: Tensor) -> bool:
 
 
 def _part_descriptors(x: Tensor, rows: int, dim: int) -> tuple[Any, Any]:
-    """Descriptors of tiles of some tokens of one head, for their first columns and, if there are two parts, the rest."""
+    """Descriptors of tiles of some tokens of one head: of their first part and, if there are two, the second."""
     parts = [_tile_descriptor(x, rows, part_dim(dim, part)) for part in range(part_count(dim))]
     return parts[0], parts[1] if len(parts) == 2 else None
 
@@ -154,6 +161,24 @@ def part_dim(dim, part):
     """The columns of a part of a tile, a power of 2."""
     first = 1 << (dim.bit_length() - 1)
     return first if part == 0 else dim - first
+
+
+@gluon.jit
+def in_parts(first, rest, DIM: gl.constexpr):
+    """A tuple of what there is for each part of DIM columns."""
+    parts = (first,)
+    if part_count(DIM) == 2:
+        parts = (first, rest)  # type: ignore[assignment]
+    return parts
+
+
+@gluon.jit
+def _tiles(count: gl.constexpr, rows: gl.constexpr, parts, dtype: gl.constexpr, DIM: gl.constexpr):
+    """Shared memory for some tiles of DIM columns, for each part in the layout of its descriptor."""
+    tiles = (gl.allocate_shared_memory(dtype, [count, 1, 1, rows, part_dim(DIM, 0)], parts[0].layout),)
+    if part_count(DIM) == 2:
+        tiles = (tiles[0], gl.allocate_shared_memory(dtype, [count, 1, 1, rows, part_dim(DIM, 1)], parts[1].layout))  # type: ignore[assignment]
+    return tiles
 
 
 @gluon.jit
@@ -282,6 +307,16 @@ def _unpacked(packed, KEYS: gl.constexpr, DIM: gl.constexpr, dtype: gl.constexpr
 
 
 @gluon.jit
+def _zero_sums(DIM: gl.constexpr):
+    """Zeros (ROWS, DIM) in one or two parts."""
+    sums = (gl.zeros([ROWS, part_dim(DIM, 0)], gl.float32, layout=wgmma_layout(part_dim(DIM, 0))),)
+    if part_count(DIM) == 2:
+        rest = gl.zeros([ROWS, part_dim(DIM, 1)], gl.float32, layout=wgmma_layout(part_dim(DIM, 1)))
+        sums = (sums[0], rest)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
 def _start_scores(
     query_rings, key_rings, slot, CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, LAYOUT: gl.constexpr
 ):
@@ -303,7 +338,7 @@ def _start_results(weights, value_rings, slot, accumulators, KEYS: gl.constexpr,
     if part_count(VALUE_DIM) == 2:
         left = _unpacked(weights, KEYS, part_dim(VALUE_DIM, 1), value_rings[0].dtype)
         v = value_rings[1].index(slot).reshape([KEYS, part_dim(VALUE_DIM, 1)])
-        products = (products[0], warpgroup_mma(left, v, accumulators[1], is_async=True))
+        products = (products[0], warpgroup_mma(left, v, accumulators[1], is_async=True))  # type: ignore[assignment]
     return products
 
 
@@ -319,11 +354,11 @@ def _wait_for_results(products, in_flight: gl.constexpr, VALUE_DIM: gl.constexpr
 @gluon.jit
 def _scaled(accumulators, factors, VALUE_DIM: gl.constexpr):
     """The rows of accumulators times their factors."""
-    first = accumulators[0] * gl.convert_layout(factors, gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 0))))[:, None]
-    scaled = (first,)
+    by_row: gl.constexpr = gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 0)))
+    scaled = (accumulators[0] * gl.convert_layout(factors, by_row)[:, None],)
     if part_count(VALUE_DIM) == 2:
-        second = accumulators[1] * gl.convert_layout(factors, gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 1))))[:, None]
-        scaled = (first, second)
+        by_row_too: gl.constexpr = gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 1)))
+        scaled = (scaled[0], accumulators[1] * gl.convert_layout(factors, by_row_too)[:, None])  # type: ignore[assignment]
     return scaled
 
 
@@ -422,7 +457,9 @@ def _consume_forward(
     mbarrier.wait(query_full, 0)
     count = 0
     if CAUSAL:
-        count = _skip_hidden_blocks(count, tile_of_round(0, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, KEY_STAGES, VALUE_STAGES)
+        count = _skip_hidden_blocks(
+            count, tile_of_round(0, SNAKE), sizes, barriers, CONSUMER, QUERIES, KEYS, KEY_STAGES, VALUE_STAGES
+        )
     mbarrier.wait(key_full.index(count % KEY_STAGES), (count // KEY_STAGES) & 1)
     next_scores = _start_scores(query_rings, key_rings, count % KEY_STAGES, CONSUMER, KEYS, DIM, layout)
     for number in range(rounds):
@@ -431,10 +468,7 @@ def _consume_forward(
         visible, full = key_blocks(first, keys, diagonal, ROWS, KEYS, CAUSAL)
         maximum = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
-        accumulators = (gl.zeros([ROWS, part_dim(VALUE_DIM, 0)], gl.float32, layout=wgmma_layout(part_dim(VALUE_DIM, 0))),)
-        if part_count(VALUE_DIM) == 2:
-            second = gl.zeros([ROWS, part_dim(VALUE_DIM, 1)], gl.float32, layout=wgmma_layout(part_dim(VALUE_DIM, 1)))
-            accumulators = (accumulators[0], second)
+        accumulators = _zero_sums(VALUE_DIM)
 
         # the weights of the first block, which is the last of the keys
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
@@ -515,19 +549,12 @@ def attention_sm90_kernel(
     dtype: gl.constexpr = query.dtype
     QUERIES: gl.constexpr = CONSUMERS * ROWS
     # tiles in shared memory
-    query_parts, key_parts, value_parts = (query,), (key,), (value,)
-    query_rings = (gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, part_dim(DIM, 0)], query.layout),)
-    key_rings = (gl.allocate_shared_memory(dtype, [KEY_STAGES, 1, 1, KEYS, part_dim(DIM, 0)], key.layout),)
-    value_rings = (gl.allocate_shared_memory(dtype, [VALUE_STAGES, 1, 1, KEYS, part_dim(VALUE_DIM, 0)], value.layout),)
-    if part_count(DIM) == 2:
-        query_parts, key_parts = (query, query_rest), (key, key_rest)
-        query_ring = gl.allocate_shared_memory(dtype, [CONSUMERS, 1, 1, ROWS, part_dim(DIM, 1)], query_rest.layout)
-        key_ring = gl.allocate_shared_memory(dtype, [KEY_STAGES, 1, 1, KEYS, part_dim(DIM, 1)], key_rest.layout)
-        query_rings, key_rings = (query_rings[0], query_ring), (key_rings[0], key_ring)
-    if part_count(VALUE_DIM) == 2:
-        value_parts = (value, value_rest)
-        value_ring = gl.allocate_shared_memory(dtype, [VALUE_STAGES, 1, 1, KEYS, part_dim(VALUE_DIM, 1)], value_rest.layout)
-        value_rings = (value_rings[0], value_ring)
+    query_parts = in_parts(query, query_rest, DIM)
+    key_parts = in_parts(key, key_rest, DIM)
+    value_parts = in_parts(value, value_rest, VALUE_DIM)
+    query_rings = _tiles(CONSUMERS, ROWS, query_parts, dtype, DIM)
+    key_rings = _tiles(KEY_STAGES, KEYS, key_parts, dtype, DIM)
+    value_rings = _tiles(VALUE_STAGES, KEYS, value_parts, dtype, VALUE_DIM)
     result_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, STORED], gl.NVMMASharedLayout(128, 16, rank=2))
     # full: the producer's copy has arrived; empty: all consumers have read it
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -1069,28 +1096,346 @@ def attention_sm90_backward_kernel(
     )  # fmt: skip
 
 
+@gluon.jit
+def _start_chain(left_tiles, consumer, right_rings, slot, DIM: gl.constexpr):
+    """Starts the product of 64 keys (or values) with 64 queries (or dO), over all parts of their columns."""
+    product = gl.zeros([ROWS, ROWS], gl.float32, layout=wgmma_layout(64))
+    for part in gl.static_range(part_count(DIM)):
+        left = left_tiles[part].index(consumer).reshape([ROWS, part_dim(DIM, part)])
+        right = right_rings[part].index(slot).reshape([ROWS, part_dim(DIM, part)]).permute((1, 0))
+        product = warpgroup_mma(left, right, product, use_acc=part > 0, is_async=True)
+    return product
+
+
+@gluon.jit
+def _start_sums(left, right_rings, slot, sums, DIM: gl.constexpr):
+    """Starts to add the product of (keys, queries) and (queries, DIM) to sums in one or two parts."""
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(part_dim(DIM, 0)), k_width=2)
+    right = right_rings[0].index(slot).reshape([ROWS, part_dim(DIM, 0)])
+    products = (warpgroup_mma(gl.convert_layout(left, operand), right, sums[0], is_async=True),)
+    if part_count(DIM) == 2:
+        rest: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(part_dim(DIM, 1)), k_width=2)
+        right = right_rings[1].index(slot).reshape([ROWS, part_dim(DIM, 1)])
+        products = (products[0], warpgroup_mma(gl.convert_layout(left, rest), right, sums[1], is_async=True))  # type: ignore[assignment]
+    return products
+
+
+@gluon.jit
+def _start_query_part(PART: gl.constexpr, CONSUMER: gl.constexpr, ds_tiles, key_tiles, zero, DIM: gl.constexpr):
+    """Starts dQ = dS K of 64 queries, in this consumer's half of the columns of a part."""
+    width: gl.constexpr = part_dim(DIM, PART) // 2
+    d_q = gl.zeros([ROWS, width], gl.float32, layout=wgmma_layout(width))
+    for block in gl.static_range(2):
+        d_scores = ds_tiles.index(block + zero).permute((1, 0))
+        k = key_tiles[PART].index(block + zero).reshape([ROWS, 2 * width]).slice(CONSUMER * width, width, dim=1)
+        d_q = warpgroup_mma(d_scores, k, d_q, use_acc=block == 1, is_async=True)
+    return d_q
+
+
+@gluon.jit
+def _add_wide(
+    sums, counters, tiles, barriers, sizes, DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
+    SUMS: gl.constexpr, TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """The adding warp: as `add_query_gradients`, with one tile for both halves of a pair."""
+    dq_tiles = tiles[6]
+    _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors = sizes
+    dq_full, dq_empty = barriers[5], barriers[6]
+    block, head = keys_of_program(gl.program_id(0), blocks, TOGETHER)
+    first, count, down = query_pairs(head, block, sizes, CAUSAL, ROTATED)
+    done = 0
+    for member in range(group):
+        for step in range(count):
+            pair = pair_of_step(step, first, count, down, pairs)
+            place = (head * group + member) * pairs + pair
+            number, before = turn_of_pair(block, pair, down, sizes, CAUSAL, ROTATED, SUMS)
+            counter = counters + place * SUMS + number
+            for half in gl.static_range(2):
+                row = number * rows + place * PAIR + half * ROWS
+                mbarrier.wait(dq_full, done & 1)
+                if half == 0:  # until it is this program's turn
+                    added = gl.atomic_add(counter, 0, sem="relaxed")
+                    while added < before:
+                        added = gl.atomic_add(counter, 0, sem="relaxed")
+                for part in gl.static_range(part_count(DIM)):
+                    for consumer in gl.static_range(2):
+                        column = part * part_dim(DIM, 0) + consumer * (part_dim(DIM, part) // 2)
+                        if before == 0:
+                            tma.async_copy_shared_to_global(sums[part], [row, column], dq_tiles[part].index(consumer))
+                        else:
+                            async_add_shared_to_global(sums[part], [row, column], dq_tiles[part].index(consumer))
+                tma.store_wait(0)
+                mbarrier.arrive(dq_empty, count=1)
+                done += 1
+            _wait_until_written()
+            gl.atomic_add(counter, 1, sem="release")
+
+
+@gluon.jit
+def _load_wide(
+    query, key, value, gradient, lse2, delta, tiles, barriers, sizes, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    CAUSAL: gl.constexpr, ROTATED: gl.constexpr, TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """The producer: copies the keys and values of this program, and then queries, dO, lse and delta, block by block."""
+    key_tiles, value_tiles, query_rings, gradient_rings, statistics_ring, _ds_tiles, _dq_tiles = tiles
+    _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors = sizes
+    keys_full, full, empty = barriers[0], barriers[1], barriers[2]
+    key_heads = heads // group
+    block, head_index = keys_of_program(gl.program_id(0), blocks, TOGETHER)
+    batch = head_index // key_heads
+    head = head_index % key_heads
+    mbarrier.expect(keys_full, PAIR * (DIM + VALUE_DIM) * BYTES)
+    for half in gl.static_range(2):
+        row = block * PAIR + half * ROWS
+        _copy_parts(key, batch, head, row, keys_full, key_tiles, half, DIM)
+        _copy_parts(value, batch, head, row, keys_full, value_tiles, half, VALUE_DIM)
+    first, count, down = query_pairs(head_index, block, sizes, CAUSAL, ROTATED)
+    lanes = gl.arange(0, ROWS, layout=gl.BlockedLayout([2], [32], [1], [0]))
+    done = 0
+    for member in range(group):
+        for step in range(2 * count):
+            pair = pair_of_step(step // 2, first, count, down, pairs)
+            slot = done & 1
+            row = pair * PAIR + (step & 1) * ROWS
+            mbarrier.wait(empty.index(slot), ((done >> 1) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), ROWS * (DIM + VALUE_DIM) * BYTES)
+            _copy_parts(query, batch, head * group + member, row, full.index(slot), query_rings, slot, DIM)
+            _copy_parts(gradient, batch, head * group + member, row, full.index(slot), gradient_rings, slot, VALUE_DIM)
+            start = (head_index * group + member).to(gl.int64) * (pairs * PAIR) + row
+            lse2_rows = gl.load(lse2 + start + lanes)
+            delta_rows = gl.load(delta + start + lanes)
+            statistics_ring.index(2 * slot).store(lse2_rows)
+            statistics_ring.index(2 * slot + 1).store(delta_rows)
+            mbarrier.arrive(full.index(slot), count=1)
+            done += 1
+
+
+@gluon.jit
+def _consume_wide(
+    CONSUMER: gl.constexpr, key_gradient, value_gradient, tiles, barriers, scale, sizes,
+    dtype: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """A consumer: dK and dV of 64 keys, and parts of dQ in half of the columns.
+
+    With more than 256 columns of dK and dV, registers for dQ are free after the products before it.
+    """
+    key_tiles, value_tiles, query_rings, gradient_rings, statistics_ring, ds_tiles, dq_tiles = tiles
+    _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
+    keys_full, full, empty, ds_full, ds_empty, dq_full, dq_empty = barriers
+    layout: gl.constexpr = wgmma_layout(64)
+    by_column: gl.constexpr = gl.SliceLayout(0, layout)
+    CROWDED: gl.constexpr = DIM + VALUE_DIM > 256
+    block, head_index = keys_of_program(gl.program_id(0), blocks, TOGETHER)
+    first, count, down = query_pairs(head_index, block, sizes, CAUSAL, ROTATED)
+    factor = scale * LOG2_E
+    d_k = _zero_sums(DIM)
+    d_v = _zero_sums(VALUE_DIM)
+    # the pairs at the diagonal need a mask; all pairs if the block is the last one of the keys, and not full
+    masked = 0
+    if CAUSAL:
+        beyond = gl.cdiv(gl.maximum(block * PAIR + PAIR - 1 - diagonal, 0), PAIR)
+        masked = gl.minimum(gl.maximum(beyond - first, 0), count)
+    if (block + 1) * PAIR > keys:
+        masked = count
+    first_masked = gl.where(down != 0, count - masked, 0)
+    first_key = block * PAIR + CONSUMER * ROWS
+
+    mbarrier.wait(keys_full, 0)
+    steps = 2 * group * count
+    step = 0  # of one head of queries
+    for done in range(steps):
+        slot = done & 1
+        # zeros that the compiler does not know: it would keep all addresses of shared memory in registers
+        zero = done >> 30
+        zero_too = (done + 4) >> 30
+        # S^T = K Q^T and dP^T = V dO^T, (keys, queries)
+        mbarrier.wait(full.index(slot), (done >> 1) & 1)
+        scores = _start_chain(key_tiles, CONSUMER + zero, query_rings, slot, DIM)
+        if CROWDED:
+            scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        else:
+            d_weights = _start_chain(value_tiles, CONSUMER + zero, gradient_rings, slot, VALUE_DIM)
+            scores = warpgroup_mma_wait(num_outstanding=part_count(VALUE_DIM), deps=(scores,))
+
+        # P^T = exp2(S^T - lse)
+        weights = gl.exp2(scores * factor - statistics_ring.index(2 * slot).load(by_column)[None, :])
+        pair_step = step // 2
+        if (pair_step >= first_masked) & (pair_step < first_masked + masked):
+            key_index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+            if CAUSAL:
+                row = pair_of_step(pair_step, first, count, down, pairs) * PAIR + (step & 1) * ROWS
+                last = gl.arange(0, ROWS, layout=by_column) + (row + diagonal - first_key)
+                last = gl.minimum(last, keys - first_key - 1)
+                weights = gl.where(key_index[:, None] <= last[None, :], weights, 0.0)
+            else:
+                weights = gl.where((key_index < keys - first_key)[:, None], weights, 0.0)
+        # in 16 bits alone from here on, which takes half of the registers
+        weights = weights.to(dtype)
+        if CROWDED:
+            d_weights = _start_chain(value_tiles, CONSUMER + zero, gradient_rings, slot, VALUE_DIM)
+        d_v = _start_sums(weights, gradient_rings, slot + zero_too, d_v, VALUE_DIM)
+
+        # dS^T = P^T * (dP^T - delta), in shared memory for both consumers
+        d_weights = warpgroup_mma_wait(num_outstanding=part_count(VALUE_DIM), deps=(d_weights,))
+        delta = statistics_ring.index(2 * slot + 1).load(by_column)
+        d_scores = (weights.to(gl.float32) * (d_weights - delta[None, :])).to(dtype)
+        mbarrier.wait(ds_empty, (done & 1) ^ 1)
+        ds_tiles.index(CONSUMER).store(d_scores)
+        fence_async_shared()
+        mbarrier.arrive(ds_full, count=1)
+        d_k = _start_sums(d_scores, query_rings, slot + zero_too, d_k, DIM)
+        if CROWDED:
+            d_k = _wait_for_results(d_k, 0, DIM)
+            d_v = _wait_for_results(d_v, 0, VALUE_DIM)
+            mbarrier.arrive(empty.index(slot), count=1)
+
+        # dQ = dS K
+        mbarrier.wait(ds_full, done & 1)
+        d_q = (_start_query_part(0, CONSUMER, ds_tiles, key_tiles, zero_too, DIM),)
+        if part_count(DIM) == 2:
+            d_q = (d_q[0], _start_query_part(1, CONSUMER, ds_tiles, key_tiles, zero_too, DIM))  # type: ignore[assignment]
+        if not CROWDED:
+            d_v = _wait_for_results(d_v, 2 * part_count(DIM), VALUE_DIM)
+            d_k = _wait_for_results(d_k, 2 * part_count(DIM), DIM)
+            mbarrier.arrive(empty.index(slot), count=1)
+        d_q = _wait_for_results(d_q, 0, DIM)
+        mbarrier.arrive(ds_empty, count=1)
+        mbarrier.wait(dq_empty, (done & 1) ^ 1)
+        for part in gl.static_range(part_count(DIM)):
+            dq_tiles[part].index(CONSUMER).store(d_q[part])
+        fence_async_shared()
+        mbarrier.arrive(dq_full, count=1)
+        step += 1
+        if step == 2 * count:  # the next head of queries of the group
+            step = 0
+
+    # dV and dK, through the tiles of values and keys when nobody reads them any more
+    mbarrier.wait(ds_empty, (steps - 1) & 1, pred=steps > 0)
+    key_heads = heads // group
+    for part in gl.static_range(part_count(VALUE_DIM)):
+        value_tiles[part].index(CONSUMER).reshape([ROWS, part_dim(VALUE_DIM, part)]).store(d_v[part].to(dtype))
+    for part in gl.static_range(part_count(DIM)):
+        key_tiles[part].index(CONSUMER).reshape([ROWS, part_dim(DIM, part)]).store((d_k[part] * scale).to(dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    for part in gl.static_range(part_count(VALUE_DIM)):
+        place = [head_index // key_heads, head_index % key_heads, first_key, part * part_dim(VALUE_DIM, 0)]
+        tma.async_copy_shared_to_global(value_gradient[part], place, value_tiles[part].index(CONSUMER))
+    for part in gl.static_range(part_count(DIM)):
+        place = [head_index // key_heads, head_index % key_heads, first_key, part * part_dim(DIM, 0)]
+        tma.async_copy_shared_to_global(key_gradient[part], place, key_tiles[part].index(CONSUMER))
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors"])
+def attention_sm90_wide_backward_kernel(
+    lse2, delta, counters, key_gradient, value_gradient, query, key, value, gradient, sums,
+    key_gradient_rest, value_gradient_rest, query_rest, key_rest, value_rest, gradient_rest, sums_rest, scale,
+    queries, keys, heads, group, pairs, blocks, diagonal, rows, processors,
+    DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):  # fmt: skip
+    """The backward pass of heads whose columns are in parts, or of another number for values.
+
+    It has one tile of dS and one of dQ: tiles of keys, values, queries and dO leave no more shared memory. The
+    descriptors `rest` are for second parts, or None.
+    """
+    dtype: gl.constexpr = query.dtype
+    # tiles in shared memory
+    query_parts = in_parts(query, query_rest, DIM)
+    key_parts = in_parts(key, key_rest, DIM)
+    value_parts = in_parts(value, value_rest, VALUE_DIM)
+    gradient_parts = in_parts(gradient, gradient_rest, VALUE_DIM)
+    key_gradients = in_parts(key_gradient, key_gradient_rest, DIM)
+    value_gradients = in_parts(value_gradient, value_gradient_rest, VALUE_DIM)
+    sums_parts = in_parts(sums, sums_rest, DIM)
+    key_tiles = _tiles(2, ROWS, key_parts, dtype, DIM)
+    value_tiles = _tiles(2, ROWS, value_parts, dtype, VALUE_DIM)
+    query_rings = _tiles(2, ROWS, query_parts, dtype, DIM)
+    gradient_rings = _tiles(2, ROWS, gradient_parts, dtype, VALUE_DIM)
+    ds_tiles = gl.allocate_shared_memory(dtype, [2, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
+    dq_tiles = (gl.allocate_shared_memory(gl.float32, [2, ROWS, part_dim(DIM, 0) // 2], sums.layout),)
+    if part_count(DIM) == 2:
+        rest = gl.allocate_shared_memory(gl.float32, [2, ROWS, part_dim(DIM, 1) // 2], sums_rest.layout)
+        dq_tiles = (dq_tiles[0], rest)  # type: ignore[assignment]
+    statistics_ring = gl.allocate_shared_memory(gl.float32, [4, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # full, empty: slots of queries and dO; ds: both consumers have stored dS, or read it; dq: the same of dQ
+    keys_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ds_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    dq_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    dq_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_full, count=1)
+    for slot in gl.static_range(2):
+        mbarrier.init(full.index(slot), count=2)
+        mbarrier.init(empty.index(slot), count=2)
+    mbarrier.init(ds_full, count=2)
+    mbarrier.init(ds_empty, count=2)
+    mbarrier.init(dq_full, count=2)
+    mbarrier.init(dq_empty, count=1)
+    fence_async_shared()
+    barriers = (keys_full, full, empty, ds_full, ds_empty, dq_full, dq_empty)
+    tiles = (key_tiles, value_tiles, query_rings, gradient_rings, statistics_ring, ds_tiles, dq_tiles)
+    sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors)
+    gl.warp_specialize(
+        [
+            (
+                _consume_wide,
+                (
+                    0, key_gradients, value_gradients, tiles, barriers, scale, sizes, dtype, DIM, VALUE_DIM, CAUSAL,
+                    ROTATED, TOGETHER,
+                ),
+            ),
+            (
+                _consume_wide,
+                (
+                    1, key_gradients, value_gradients, tiles, barriers, scale, sizes, dtype, DIM, VALUE_DIM, CAUSAL,
+                    ROTATED, TOGETHER,
+                ),
+            ),
+            (
+                _load_wide,
+                (
+                    query_parts, key_parts, value_parts, gradient_parts, lse2, delta, tiles, barriers, sizes, DIM,
+                    VALUE_DIM, CAUSAL, ROTATED, TOGETHER,
+                ),
+            ),
+            (_add_wide, (sums_parts, counters, tiles, barriers, sizes, DIM, CAUSAL, ROTATED, SUMS, TOGETHER)),
+        ],
+        [4, 1, 1],
+        [240, 24, 24],
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["heads", "queries", "padded", "blocks", "diagonal"])
 def attention_sums_kernel(
     sums, query_gradient, batch_stride, head_stride, stride, scale, heads, queries, padded, blocks, diagonal, size,
-    DIM: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr, PAIR: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr,
+    PAIR: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dQ from its partial sums, of those to which a part was added."""
+    """dQ from its partial sums, of those to which a part was added. Sums have DIM columns, and a head HEAD_DIM."""
     program = tl.num_programs(0) - 1 - tl.program_id(0)  # the last rows were written last, and are in the L2 cache
     first = program % (padded // ROWS) * ROWS
     head_index = (program // (padded // ROWS)).to(tl.int64)
     row = first + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, DIM)[None, :]
+    column = tl.arange(0, BLOCK_DIM)[None, :]
+    exists = row < queries
+    if HEAD_DIM < BLOCK_DIM:
+        exists &= column < HEAD_DIM
     parts = blocks
     if CAUSAL:
         parts = tl.minimum(tl.cdiv(tl.maximum(first // PAIR * PAIR + PAIR + diagonal, 0), PAIR), blocks)
-    total = tl.zeros([ROWS, DIM], tl.float32)
+    total = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     offsets = (head_index * padded + row) * DIM + column
     for part in tl.static_range(SUMS):
-        total += tl.load(sums + part * size + offsets, mask=(row < queries) & (part < parts), other=0.0)
+        total += tl.load(sums + part * size + offsets, mask=exists & (part < parts), other=0.0)
     batch, head = head_index // heads, head_index % heads
     target = batch * batch_stride + head * head_stride + row.to(tl.int64) * stride + column
     d_q = total * tl.cast(scale, tl.float32)
-    tl.store(query_gradient + target, d_q.to(query_gradient.dtype.element_ty), mask=row < queries)
+    tl.store(query_gradient + target, d_q.to(query_gradient.dtype.element_ty), mask=exists)
 
 
 def backward(
@@ -1105,28 +1450,43 @@ def backward(
     padded = pairs * _PAIR
     lse2, delta = statistics(problem, gradient, lse.contiguous(), lse_gradient, addressable(result), padded)
     by_key, by_value = (
-        problem.new_token_major(problem.batches, problem.keys, problem.key_heads, problem.dim) for _ in range(2)
-    )
-    inputs = (
-        _tile_descriptor(x, _WARPGROUP_ROWS, problem.dim) for x in (problem.query, problem.key, problem.value, gradient)
+        problem.new_token_major(problem.batches, problem.keys, problem.key_heads, columns)
+        for columns in (problem.dim, problem.value_dim)
     )
     device = gradient.device
-    number = query_gradient_sums(problem.dim, problem.queries)
-    sums = torch.empty((number * heads * padded, problem.dim), dtype=torch.float32, device=device)
+    dim, value_dim = sm90_backward_dims(problem.dim, problem.value_dim)
+    number = query_gradient_sums(dim, problem.queries)
+    sums = torch.empty((number * heads * padded, dim), dtype=torch.float32, device=device)
     counters = torch.zeros(heads * pairs * number, dtype=torch.int32, device=device)
     causal = problem.right == 0
     diagonal = _diagonal_offset(problem)
     together = math.gcd(heads_together(causal, problem.group), problem.batches * problem.key_heads)
     # programs may wait for later ones if these surely run at the same time
     rotated = blocks <= processors(device) and together == 1
-    launch(
-        attention_sm90_backward_kernel, (blocks * problem.batches * problem.key_heads, 1, 1),
-        lse2, delta, counters, _tile_descriptor(by_key, _WARPGROUP_ROWS, problem.dim), _tile_descriptor(by_value, _WARPGROUP_ROWS, problem.dim),
-        *inputs, descriptor(sums, [_WARPGROUP_ROWS, problem.dim // 2]), problem.scale,
-        problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal, heads * padded,
-        processors(device), problem.dim, causal, rotated, number, together,
-        warps=4, registers=168,
+    tensors = (
+        (by_key, dim), (by_value, value_dim), (problem.query, dim), (problem.key, dim), (problem.value, value_dim),
+        (gradient, value_dim),
     )  # fmt: skip
+    grid = (blocks * problem.batches * problem.key_heads, 1, 1)
+    numbers = (
+        problem.scale, problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal,
+        heads * padded, processors(device),
+    )  # fmt: skip
+    if dim == value_dim and dim in _DIMS:
+        tiles = (_tile_descriptor(x, _WARPGROUP_ROWS, columns) for x, columns in tensors)
+        launch(
+            attention_sm90_backward_kernel, grid, lse2, delta, counters, *tiles,
+            descriptor(sums, [_WARPGROUP_ROWS, dim // 2]), *numbers, dim, causal, rotated, number, together,
+            warps=4, registers=168,
+        )  # fmt: skip
+    else:
+        firsts, rests = zip(*(_part_descriptors(x, _WARPGROUP_ROWS, columns) for x, columns in tensors), strict=True)
+        sums_parts = [descriptor(sums, [_WARPGROUP_ROWS, part_dim(dim, part) // 2]) for part in range(part_count(dim))]
+        launch(
+            attention_sm90_wide_backward_kernel, grid, lse2, delta, counters, *firsts, sums_parts[0],
+            *rests, sums_parts[1] if len(sums_parts) == 2 else None, *numbers, dim, value_dim, causal, rotated, number,
+            together, warps=4, registers=168,
+        )  # fmt: skip
     empty = gradient.new_empty(0)
     if not for_keys:
         by_key = by_value = empty
@@ -1135,7 +1495,7 @@ def backward(
     by_query = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.dim)
     launch(
         attention_sums_kernel, (pairs * (_PAIR // _SUM_ROWS) * heads, 1, 1), sums, by_query, *by_query.stride()[:3],
-        problem.scale, problem.heads, problem.queries, padded, blocks, diagonal, heads * padded * problem.dim,
-        problem.dim, causal, number, _PAIR, _SUM_ROWS,
+        problem.scale, problem.heads, problem.queries, padded, blocks, diagonal, heads * padded * dim,
+        dim, problem.dim, next_power_of_2(dim), causal, number, _PAIR, _SUM_ROWS,
     )  # fmt: skip
     return by_query, by_key, by_value, empty, empty

@@ -135,15 +135,30 @@ class Sm90Tiles:
 _TILE_DIMS = (64, 80, 96, 128, 192, 256)
 """The columns that tiles have: powers of 2, and sums of two."""
 _SM90_TILES = {
-    (64, 64): Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
-    (80, 80): Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
-    (96, 96): Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
-    (128, 128): Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=128),
-    (192, 128): Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
-    (192, 192): Sm90Tiles(keys=64, key_stages=3, value_stages=3, stored=64),
-    (256, 256): Sm90Tiles(keys=64, key_stages=2, value_stages=2, stored=64),
+    (64, 64): [Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64)],
+    (80, 80): [
+        Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
+        Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
+    ],
+    (96, 96): [
+        Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
+        Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
+    ],
+    (128, 128): [Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=128)],
+    (192, 128): [
+        Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
+        Sm90Tiles(keys=64, key_stages=3, value_stages=3, stored=64),
+    ],
+    (192, 192): [
+        Sm90Tiles(keys=64, key_stages=3, value_stages=3, stored=64),
+        Sm90Tiles(keys=128, key_stages=2, value_stages=1, stored=64),
+    ],
+    (256, 256): [
+        Sm90Tiles(keys=64, key_stages=2, value_stages=2, stored=64),
+        Sm90Tiles(keys=64, key_stages=2, value_stages=2, stored=128),
+    ],
 }
-"""By the columns of tiles of keys and of values."""
+"""By the columns of tiles of keys and of values, the default first; others are worth measuring."""
 
 
 def tile_dim(dim: int) -> int:
@@ -153,6 +168,11 @@ def tile_dim(dim: int) -> int:
 
 def sm90_tiles(dim: int, value_dim: int) -> Sm90Tiles:
     """The tiles of the forward kernel for Hopper, for tiles with so many columns."""
+    return _SM90_TILES[dim, value_dim][0]
+
+
+def sm90_tile_candidates(dim: int, value_dim: int) -> list[Sm90Tiles]:
+    """Tiles worth measuring."""
     return _SM90_TILES[dim, value_dim]
 
 
@@ -195,6 +215,26 @@ def query_gradient_sums(dim: int, queries: int) -> int:
     others a second sum is not worth its memory traffic.
     """
     return MAX_SUMS if dim == 64 and queries > _MAX_QUERIES_OF_ONE_SUM else 1
+
+
+_BACKWARD_DIMS = ((64, 64), (96, 96), (128, 128), (192, 128))
+"""Columns of the tiles of keys and of values of the backward kernels for Hopper.
+
+Their gradients, float32 of 64 keys for each warpgroup, must leave registers for scores: those of 192 and 192 do not.
+"""
+
+
+def has_sm90_backward(dim: int, value_dim: int) -> bool:
+    """Whether the backward kernels for Hopper have tiles for heads of these sizes."""
+    return any(
+        dim <= columns and value_dim <= value_columns and (columns == value_columns or (dim > 128 and value_dim > 96))
+        for columns, value_columns in _BACKWARD_DIMS
+    )
+
+
+def sm90_backward_dims(dim: int, value_dim: int) -> tuple[int, int]:
+    """The columns of the tiles of keys and of values for heads of these sizes."""
+    return next((columns, values) for columns, values in _BACKWARD_DIMS if dim <= columns and value_dim <= values)
 
 
 def heads_together(causal: bool, group: int) -> int:
