@@ -8,7 +8,7 @@ from torch.nn import functional
 
 import nearpeak
 from nearpeak.bound.expected import Expectation
-from nearpeak.bound.kernel_models import kernel_constants
+from nearpeak.bound.kernel_models import Gpu, kernel_constants, list_seconds
 from nearpeak.machines import catalogue
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -167,3 +167,23 @@ def test_convolutions_are_counted_in_the_direct_form():
     direct = 2 * 64 * 64 * (3 * 34 - 2) ** 2
     assert found.ops[0].flops == found.flops == direct
     assert sum(found.work.flops.values()) < 0.3 * direct  # what the bound is of: the least that a fast algorithm needs
+
+
+@pytest.mark.parametrize(
+    ("kind", "moved", "item", "launches", "measured"),
+    [
+        ("fused", 0.470e9, 2, 1, 164e-6),  # AdamW
+        ("fused", 0.940e9, 4, 1, 263e-6),
+        ("fused", 1.879e9, 2, 1, 679e-6),
+        ("fused", 1.342e9, 2, 1, 442e-6),  # SGD with momentum
+        ("foreach", 0.537e9, 2, 7, 185e-6),  # mul_
+        ("foreach", 0.805e9, 2, 7, 237e-6),  # add_
+        ("foreach", 22.65e9, 4, 270, 6.22e-3),  # norm
+    ],
+)
+def test_kernels_over_lists_take_instructions_beside_their_bytes(kind, moved, item, launches, measured):
+    """Times of an H200, in which all but the last are far from the bandwidth."""
+    constants, machine = kernel_constants().constants, nearpeak.machine("h200-sxm")
+    gpu = Gpu.of(machine, constants)
+    seconds = list_seconds(moved / gpu.bandwidth, moved / item, launches, kind, gpu, constants)
+    assert seconds == pytest.approx(measured, rel=0.15)

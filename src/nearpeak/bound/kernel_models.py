@@ -178,6 +178,17 @@ def work_seconds(memory: float, compute: float, kind: str, constants: Constants)
     return constants[group][key] + _both(memory / share, compute / products)
 
 
+def list_seconds(memory: float, accesses: float, launches: int, kind: str, gpu: Gpu, constants: Constants) -> float:
+    """The time of kernels over lists of tensors, "foreach" or "fused", for so many elements that they read or write.
+
+    Their blocks load few elements at once, so that instructions add to the bytes.
+    """
+    own = constants[kind]
+    return (
+        launches * own["fixed"] + memory / constants["gpu"]["bandwidth_share"] + accesses * own["access"] / gpu.cycles
+    )
+
+
 def _both(*seconds: float, sharpness: float = 4.0) -> float:
     """Resources that overlap: about the longest, more where several are as long.
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from nearpeak.bound.dataflow import Touches, touches_in
 from nearpeak.bound.expected import OpExpectations, interpolate
-from nearpeak.bound.kernel_models import kernel_constants, work_seconds
+from nearpeak.bound.kernel_models import Gpu, kernel_constants, list_seconds, work_seconds
 from nearpeak.bound.roofline import KernelStream, ResourceSeconds, limiting_resource
 from nearpeak.findings.loops import Loop, find_loops
 from nearpeak.findings.replay import StepReplay
@@ -208,6 +208,33 @@ class Step:
         bound = self.least(reads, writes, flops, vector_flops)
         points = self._efficiency.get(kind) or self._efficiency.get("any")
         return interpolate(points, bound) if points else bound
+
+    def expected_for_lists(
+        self,
+        reads: Sequence[Access],
+        writes: Sequence[Access],
+        *,
+        item_bytes: float,
+        kind: Literal["foreach", "fused"],
+        launches: int = 1,
+        cpu_kind: str = "optimizer",
+    ) -> float:
+        """The time of kernels over lists of tensors: one op on all of them, or all of an optimizer's step.
+
+        Args:
+            reads: What they read.
+            writes: What they write.
+            item_bytes: Of an element.
+            kind: The kind of kernel on a GPU.
+            launches: The number of kernels there.
+            cpu_kind: The kind of kernels to compare with on a CPU.
+        """
+        gpu = None if self.machine.kind != "gpu" else Gpu.of(self.machine, kernel_constants().constants)
+        if gpu is None:
+            return self.expected_for_work(reads, writes, kind=cpu_kind)
+        memory, cache, _, _ = self._least_times(reads, writes, None, None)
+        accesses = sum(access.bytes for access in (*reads, *writes)) / item_bytes
+        return list_seconds(max(memory, cache), accesses, launches, kind, gpu, kernel_constants().constants)
 
     def least(
         self,

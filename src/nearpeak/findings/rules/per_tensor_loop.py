@@ -41,12 +41,17 @@ def per_tensor_loop(step: Step) -> Iterator[Waste]:
         op = step.ops[members[0]]
         reads, writes = _distinct(step, members)
         took = step.seconds(members)
-        kind = "reduction" if "norm" in op.packet else "optimizer"
         launches = _launches(step, members)
-        # Each kernel has the overhead of an empty one; the measured list ops of optimizers include it.
-        empty_s = (launches - 1) * step.expected_for_work((), ()) if kind == "reduction" else 0.0
-        # The time of one list op. If the ops ran from cache, so does it, and it takes no longer than they did.
-        listed = min(step.expected_for_work(reads, writes, kind=kind) + empty_s, took)
+        one_op = step.expected_for_lists(
+            reads,
+            writes,
+            item_bytes=op.inputs[0].item_bytes,
+            kind="foreach",
+            launches=launches,
+            cpu_kind="reduction" if "norm" in op.packet else "optimizer",
+        )
+        # If the ops ran from cache, so does one list op, and it takes no longer than they did.
+        listed = min(one_op, took)
         joined = launches_removed(step, members, listed)[launches - 1 :]
         if took + launch_wait_seconds(step, joined) <= listed:
             continue

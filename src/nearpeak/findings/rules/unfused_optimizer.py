@@ -40,7 +40,18 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
             continue
         took = step.seconds(passing)
         expected = sum(step.measured[index].expected_s or 0.0 for index in passing)
-        one_pass = step.expected_for_work(reads, writes, kind=_kind(step, passing))
+        item_bytes = min(
+            (tensor.item_bytes for index in passing for tensor in step.ops[index].inputs if tensor.elements > 1),
+            default=4.0,
+        )
+        one_pass = step.expected_for_lists(
+            reads,
+            writes,
+            item_bytes=item_bytes,
+            kind="fused",
+            # On a CPU, list kernels with 2-byte elements are further from the bandwidth.
+            cpu_kind="aten._foreach_addcdiv_" if item_bytes >= 4 else "optimizer",
+        )
         if expected <= one_pass:
             continue
         share = 1 - one_pass / expected
@@ -207,12 +218,6 @@ def _squares(step: Step, index: int) -> bool:
         return name == "square"
     first, second = (op.arguments.get(argument) for argument in factors)
     return isinstance(first, Tensor) and isinstance(second, Tensor) and first.storage == second.storage
-
-
-def _kind(step: Step, members: Sequence[int]) -> str:
-    """List kernels load few elements at once: with 2-byte elements they are further from the bandwidth."""
-    sizes = {tensor.item_bytes for index in members for tensor in step.ops[index].inputs if tensor.elements > 1}
-    return "aten._foreach_addcdiv_" if min(sizes, default=4) >= 4 else "optimizer"
 
 
 def _remedy(step: Step, members: Sequence[int]) -> str:
