@@ -1,4 +1,6 @@
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -50,7 +52,7 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "HostLoad", lambda: others)
     others.share = 0.0
     monkeypatch.setattr(module, "calibrate_host", calibrate)
-    monkeypatch.setattr(module, "measure_efficiency", efficiency)
+    monkeypatch.setattr("nearpeak.calibrate.efficiency.measure_efficiency", efficiency)
     return made
 
 
@@ -98,7 +100,7 @@ def test_the_first_call_measures_quickly_and_later_ones_read(here):
     assert isinstance(status, StatusLine)  # the next one replaces it
     assert status.startswith("measuring this machine (first time): 0 %, about ")
     assert end.startswith("measured this machine in ") and end.endswith(
-        "(first time); all of it: nearpeak machine --calibrate"
+        "(first time); `nearpeak machine --calibrate` measures the rest"
     )
     lines.clear()
     assert machine(progress=lines.append) == first
@@ -233,3 +235,28 @@ def test_a_stored_one_from_before_work_was_counted_is_taken_again_if_it_contradi
     others.share = 0.01
     monkeypatch.setattr(module, "calibrate_host", good)
     assert machine().achievable.cache_bandwidth is None
+
+
+def test_a_gpu_is_measured_in_a_process_of_its_own_where_this_torch_has_no_calibration(here, monkeypatch):
+    started = []
+    monkeypatch.setattr(module.subprocess, "Popen", lambda command, **options: started.append(command))
+    monkeypatch.setattr(module, "gpu_visible", lambda: False)
+    module.start_gpu_calibration()
+    assert started == []
+    monkeypatch.setattr(module, "gpu_visible", lambda: True)
+    module.start_gpu_calibration()
+    assert started == [[sys.executable, "-m", "nearpeak", "machine"]]
+    gpu = catalogue.find("h200-sxm")
+    measured = Achievable(how="measured", note="made up", bandwidth=4.6e12, matrix={}, vector={})
+    for version, starts in (("1.0", 2), (torch.__version__, 2)):  # of another torch, and of this one
+        key = CalibrationKey(device=gpu.name, driver="1", torch=version)
+        module.calibrations.save(dataclasses.replace(gpu, achievable=measured), key)
+        module.start_gpu_calibration()
+        assert len(started) == starts
+
+
+@pytest.mark.slow
+def test_a_quick_calibration_imports_little_beside_torch():
+    heavy = "{'torch._dynamo', 'nearpeak.trace', 'nearpeak.kernels', 'nearpeak.findings'}"
+    code = f"import sys, nearpeak.calibrate.machine\nprint(sys.modules.keys() & {heavy})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"

@@ -52,6 +52,24 @@ def test_a_run_is_kept_and_shown_again(capsys):
     assert len(history.past_runs()) == 1
 
 
+def test_files_that_are_written_again_are_named_once_when_all_is_recorded(tmp_path, capsys):
+    parser = argparse.ArgumentParser()
+    verbs_profile.add_results(parser)
+    path = tmp_path / "run.json"
+    arguments = parser.parse_args(["-o", str(path)])
+    files = verbs_profile.ResultFiles(arguments, keep=True)
+    files.write(profile(), is_final=False)
+    assert path.exists()
+    assert len(history.past_runs()) == 1
+    assert capsys.readouterr().err == ""
+    last = profile()
+    files.write(last)
+    files.write(last)
+    kept = "kept as @last; `nearpeak report @last` shows it again"
+    assert capsys.readouterr().err.splitlines() == [f"wrote {path}", kept]
+    assert len(history.past_runs()) == 1
+
+
 def test_runs_are_listed(capsys):
     assert main(["profile", "--list"]) == 0
     assert "No runs are kept" in capsys.readouterr().err

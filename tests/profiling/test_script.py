@@ -12,6 +12,7 @@ import torch
 from nearpeak.cli.main import main
 from nearpeak.errors import UsageError
 from nearpeak.profiling import session, torch_profiler
+from nearpeak.profiling.assemble import StepRecords
 from nearpeak.profiling.script import profile_script
 
 TRAIN = """
@@ -310,11 +311,19 @@ def test_times_of_steps_come_from_the_device_where_the_host_is_ahead(write, monk
 
     monkeypatch.setattr(torch_profiler, "_events", lambda count: [Mark() for _ in range(count)])
     monkeypatch.setattr(session, "synchronize", lambda: time.sleep(0.01))
-    ran = profile_script(write(TRAIN + "for _ in range(120): step()\n"), on="h200-sxm")
+    assembled, captured = [], []
+    assemble = StepRecords.profile
+    monkeypatch.setattr(
+        StepRecords, "profile", lambda records, *rest, **more: assembled.append(1) or assemble(records, *rest, **more)
+    )
+    script = write(TRAIN + "for _ in range(120): step()\n")
+    ran = profile_script(script, on="h200-sxm", captured=lambda profile, is_final: captured.append(is_final))
     assert ran.profile is not None
     assert ran.profile.spread == 0.0  # all of them two seconds
     assert ran.profile.steps == 10
     assert ran.profile.later_s == 2.0  # and those after the recording
+    assert captured == [False, True]
+    assert len(assembled) == 1  # they change nothing else
 
 
 def test_a_profiler_that_sees_no_kernels_of_a_gpu_in_use_is_no_cpu_profile(write, monkeypatch):

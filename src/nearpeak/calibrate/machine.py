@@ -7,11 +7,17 @@ datasheet of a GPU, the efficiency of kernels of a reference CPU. `calibrate=Tru
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import time
 
-from nearpeak.calibrate.ceilings import HOST_SECONDS, QUICK_GPU_SECONDS, calibrate_gpu, calibrate_host, gpu_seconds
-from nearpeak.calibrate.efficiency import efficiency_seconds, measure_efficiency
+import torch
+
+from nearpeak._display import StatusLine
+from nearpeak._stage_times import stage
+from nearpeak.calibrate.ceilings import QUICK_GPU_SECONDS, calibrate_gpu, calibrate_host
 from nearpeak.calibrate.progress import CalibrationProgress
+from nearpeak.devices.backends import gpu_visible
 from nearpeak.devices.host_load import HostLoad
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import UsageError
@@ -47,8 +53,9 @@ def machine(
     if name is not None:
         return catalogue.find(name)
     say = progress or (lambda line: None)
-    device = current_gpu()
-    key = calibration_key(device)
+    with stage("runtime of the GPU"):
+        device = current_gpu()
+        key = calibration_key(device)
     reason = "as asked"
     if not calibrate:
         stored = calibrations.load(key)
@@ -96,14 +103,16 @@ def _measure(device: GpuInstrument | None, say: Progress, reason: str, *, quick:
     host = HostLoad()
     begun = host.read()
     described = _describe(device)
-    if device is None:
-        whole_s = HOST_SECONDS + (0.0 if quick else efficiency_seconds())
-    else:
-        whole_s = gpu_seconds(quick=quick)
+    later_s = 0.0
+    if device is None and not quick:
+        # What traces the probes takes as long to import as torch, and a quick calibration has no probes.
+        from nearpeak.calibrate.efficiency import efficiency_seconds, measure_efficiency
+
+        later_s = efficiency_seconds()
     progress = CalibrationProgress(
         say,
         f"measuring this machine ({reason})",
-        whole_s=whole_s,
+        later_s=later_s,
         budget_s=QUICK_GPU_SECONDS if quick and device is not None else None,
     )
     with preserve_process_state():
@@ -116,7 +125,7 @@ def _measure(device: GpuInstrument | None, say: Progress, reason: str, *, quick:
         measured = dataclasses.replace(described, achievable=achievable)
         if device is None and not quick:  # a GPU's kernels have models, which its ceilings are enough for
             measured = measure_efficiency(measured, progress)
-    rest = "; all of it: nearpeak machine --calibrate" if quick else ""
+    rest = "; `nearpeak machine --calibrate` measures the rest" if quick else ""
     say(f"measured this machine in {progress.elapsed_s:.0f} s ({reason}){rest}")
     for doubt in calibration_doubts(measured, COMMON_DTYPES[measured.kind])[:1]:
         say(f"this calibration is doubtful: {doubt}")
@@ -149,6 +158,21 @@ def known_machine() -> Machine | None:
     if isinstance(stored, calibrations.Calibration):
         return stored.machine
     return None if device is None else catalogue.by_driver_name(device.name)
+
+
+def start_gpu_calibration(progress: Progress | None = None) -> subprocess.Popen[bytes] | None:
+    """Starts to measure the GPU in a process of its own; None without a GPU, or where this torch has a calibration.
+
+    A script may select its GPUs by CUDA_VISIBLE_DEVICES, which has no effect after this process has queried the driver.
+    The process imports torch while its parent imports the rest.
+    """
+    if not gpu_visible():
+        return None
+    stored = calibrations.load_all()
+    if any(known.machine.kind == "gpu" and known.key.torch == torch.__version__ for known in stored):
+        return None
+    (progress or (lambda line: None))(StatusLine("measuring this machine (first time): it starts"))
+    return subprocess.Popen([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL)
 
 
 def machine_of_file(path: object, device: str, on: str | Machine | None) -> Machine:

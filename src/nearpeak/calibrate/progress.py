@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from nearpeak._display import StatusLine
+from nearpeak._stage_times import stage
 from nearpeak.measure.options import Progress
 from nearpeak.units import percent
 
@@ -28,11 +29,11 @@ class Task:
 
 
 class CalibrationProgress:
-    """Runs tasks one after the other. `whole_s` are the expected seconds of all of them.
+    """Runs tasks one after the other. `later_s` are the expected seconds of what follows the first `run`.
 
     >>> lines = []
     >>> task = Task(name="memory", seconds=2.0, measure=lambda: None)
-    >>> CalibrationProgress(lines.append, "measuring", whole_s=4.0).run([task, task])
+    >>> CalibrationProgress(lines.append, "measuring").run([task, task])
     >>> lines[0]
     'measuring: 0 %, about 4 s left (memory)'
     """
@@ -42,37 +43,52 @@ class CalibrationProgress:
         say: Progress = lambda line: None,
         title: str = "",
         *,
-        whole_s: float = 1.0,
+        later_s: float = 0.0,
         budget_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.say = say
         self.left_out: list[str] = []
         """The tasks that were not needed, and for which there was no time."""
-        self._title, self._whole_s, self._budget_s, self._clock = title, whole_s, budget_s, clock
+        self._title, self._later_s, self._budget_s, self._clock = title, later_s, budget_s, clock
         self._done_s = 0.0
-        self._begun = clock()
+        self._begun: float | None = None
 
     @property
     def elapsed_s(self) -> float:
         """Seconds since the first task began."""
-        return self._clock() - self._begun
+        return 0.0 if self._begun is None else self._clock() - self._begun
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Runs all tasks; without a budget left only those that are needed."""
-        for task in tasks:
-            if task.needed or self._budget_s is None or self.elapsed_s + task.seconds <= self._budget_s:
-                self.say(self._line(task.name))
-                task.measure()
+        following = list(tasks)
+        if self._begun is None:
+            self._begun = self._clock()
+        else:
+            self._later_s = max(0.0, self._later_s - sum(task.seconds for task in following))
+        while following:
+            if self._has_time(following[0], self.elapsed_s):
+                self.say(self._line(following))
+                task = following.pop(0)
+                with stage(f"calibrate: {task.name}"):
+                    task.measure()
+                self._done_s += task.seconds
             else:
-                self.left_out.append(task.name)
-            self._done_s += task.seconds
+                self.left_out.append(following.pop(0).name)
 
-    def _line(self, name: str) -> StatusLine:
-        share = min(self._done_s / self._whole_s, 0.99)
-        pace = (self.elapsed_s + PRIOR_S) / (self._done_s + PRIOR_S)
-        left_s = max(1.0, (self._whole_s - self._done_s) * pace)
-        return StatusLine(f"{self._title}: {percent(share, 0)}, about {_rounded(left_s)} left ({name})")
+    def _has_time(self, task: Task, elapsed_s: float) -> bool:
+        return task.needed or self._budget_s is None or elapsed_s + task.seconds <= self._budget_s
+
+    def _line(self, following: Sequence[Task]) -> StatusLine:
+        """How far it is before the first of the following tasks, those left out that there will be no time for."""
+        elapsed_s = self.elapsed_s
+        pace = (elapsed_s + PRIOR_S) / (self._done_s + PRIOR_S)
+        left_s = self._later_s * pace
+        for task in following:
+            if self._has_time(task, elapsed_s + left_s):
+                left_s += task.seconds * pace
+        share = percent(elapsed_s / (elapsed_s + left_s), 0)
+        return StatusLine(f"{self._title}: {share}, about {_rounded(max(1.0, left_s))} left ({following[0].name})")
 
 
 def _rounded(seconds: float) -> str:

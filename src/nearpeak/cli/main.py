@@ -14,7 +14,8 @@ from typing import NoReturn, Protocol
 
 from nearpeak import __version__
 from nearpeak._display import printable
-from nearpeak.cli.output import Streams, narrate
+from nearpeak._stage_times import TIMES
+from nearpeak.cli.output import Streams, narrate, narrate_text
 from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
 from nearpeak.errors import (
     EXIT_INTERRUPTED,
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with Streams.own():
             code = _run(argv)
+            if TIMES is not None:
+                narrate_text(TIMES.table())
             with suppress(ValueError):  # a script may have closed it
                 if sys.stdout is not None:
                     sys.stdout.flush()

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TextIO
@@ -199,10 +199,10 @@ def terminal_style(stream: TextStream | None) -> Style:
     )
 
 
-def write_file(destination: str, content: str | bytes) -> None:
+def write_file(destination: str, content: str | bytes, say: Callable[[str], object] = narrate) -> None:
     """Writes a file and names it on stderr."""
     _files.write_file(destination, content)
-    narrate(f"wrote {destination}")
+    say(f"wrote {destination}")
 
 
 def print_result(text: str, value: Any, destination: str | None) -> None:

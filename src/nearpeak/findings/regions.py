@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -167,20 +168,26 @@ def connected_pieces(step: Step, candidates: Collection[int], *, siblings: bool 
     """
     inside = set(candidates)
     parent = {index: index for index in sorted(inside)}
+    flow, ops = step.flow, step.ops
 
     def root(index: int) -> int:
         while parent[index] != index:
+            parent[index] = parent[parent[index]]
             index = parent[index]
         return index
 
+    @functools.cache  # thousands of ops may read what one wrote
+    def is_read_inside_only(producer: int) -> bool:
+        phase = ops[producer].phase
+        return all(reader in inside or ops[reader].phase != phase for reader in flow.consumers[producer])
+
     readers: dict[tuple[int, int], int] = {}
     for index in sorted(inside):
-        for storage, producer in step.flow.producers[index].items():
-            phase = step.ops[index].phase
-            if step.ops[producer].phase != phase or producer == index:
+        phase = ops[index].phase
+        for storage, producer in flow.producers[index].items():
+            if ops[producer].phase != phase or producer == index:
                 continue
-            readers_now = {reader for reader in step.flow.consumers[producer] if step.ops[reader].phase == phase}
-            if producer in inside and readers_now <= inside:
+            if producer in inside and is_read_inside_only(producer):
                 parent[root(index)] = root(producer)
             elif siblings:
                 sibling = readers.setdefault((storage, producer), index)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from nearpeak._stage_times import stage
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.roofline import Ceilings
 from nearpeak.findings.engine import add_findings
@@ -103,7 +104,8 @@ class StepRecords:
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The profile: kernel times of the profiled step at the ops of the traced step."""
         traced = self.traced
-        to_traced, matched = _align_steps(self.recorded, traced)
+        with stage("alignment"):
+            to_traced, matched = _align_steps(self.recorded, traced)
         wall = self.wall_s or median(list(self.walls))
         starts = self.worker_starts
         started_s = starts.seconds_per_step if starts is not None else 0.0
@@ -127,7 +129,8 @@ class StepRecords:
         kernels = attach_triton_launches(device_kernels(self.recorded, to_traced, in_graphs.ops), traced.ops)
         if not kernels:
             kernels = _cpu_kernels(self.recorded, to_traced, min(1.0, wall / self.profiled_wall))
-        estimate = estimate_trace(traced, machine, ceilings=ceilings)
+        with stage("bounds"):
+            estimate = estimate_trace(traced, machine, ceilings=ceilings)
         profile = build_profile(
             estimate,
             kernels,
@@ -138,14 +141,15 @@ class StepRecords:
             ceilings=profile_ceilings(machine, ceilings, computed_dtypes(estimate)),
         )
         profile = add_step_spread(profile, kernels, self.recorded.repeats)
-        idle = attribute_idle(
-            self.recorded,
-            idle_s=max(0.0, profile.waterfall.seconds("idle") - started_s),
-            clean=True,
-            host_ahead=self.host_ahead,
-            traced=traced.ops,
-            to_traced=to_traced,
-        )
+        with stage("idle time"):
+            idle = attribute_idle(
+                self.recorded,
+                idle_s=max(0.0, profile.waterfall.seconds("idle") - started_s),
+                clean=True,
+                host_ahead=self.host_ahead,
+                traced=traced.ops,
+                to_traced=to_traced,
+            )
         if starts is not None and started_s:
             idle = _with_worker_starts(idle, starts)
             notes = (
@@ -171,17 +175,23 @@ class StepRecords:
             rank=self.rank,
             world_size=self.world_size,
         )
-        profile = add_findings(
-            profile,
-            traced,
-            machine,
-            LIVE_FACTS if self.traced is not None else UNTRACED_FACTS,
-            # On a CPU the host is the device: nothing overlaps, and times sum up.
-            replay=_replay(self.recorded, kernels, traced.ops, to_traced, profile.wall_s)
-            if self.recorded.kernels
-            else None,
-        )
+        replay = None  # on a CPU the host is the device: nothing overlaps, and times sum up
+        if self.recorded.kernels:
+            with stage("replay"):
+                replay = _replay(self.recorded, kernels, traced.ops, to_traced, profile.wall_s)
+        with stage("findings"):
+            facts = LIVE_FACTS if self.traced is not None else UNTRACED_FACTS
+            profile = add_findings(profile, traced, machine, facts, replay=replay)
         return dataclasses.replace(profile, excerpts=read_excerpts(_lines_of_interest(profile)))
+
+    def update(self, profile: Profile, earlier: StepRecords) -> Profile | None:
+        """`profile`, assembled from `earlier` records, with what these add; None if it must be assembled anew.
+
+        Where a device does not wait for its host, steps are timed again for its clock alone.
+        """
+        if dataclasses.replace(earlier, later_s=self.later_s, conditions=self.conditions) != self:
+            return None
+        return dataclasses.replace(profile, later_s=self.later_s, conditions=self.conditions)
 
 
 def _lines_of_interest(profile: Profile) -> Iterator[str]:

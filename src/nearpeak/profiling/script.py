@@ -21,20 +21,18 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-import torch
-
-from nearpeak._display import StatusLine
+from nearpeak._stage_times import stage
 from nearpeak.bound.roofline import Ceilings
-from nearpeak.calibrate.machine import known_machine
+from nearpeak.calibrate.machine import known_machine, start_gpu_calibration
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.devices.backends import gpu_visible
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import EXIT_INTERRUPTED, NearpeakError, UsageError
 from nearpeak.findings.engine import rules
-from nearpeak.machines.calibrations import load_all
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.options import Progress
 from nearpeak.profiles.profile import Profile
+from nearpeak.profiling.assemble import StepRecords
 from nearpeak.profiling.session import PHASE_MESSAGES, STEP_DEFINITION, Session, StopRun
 from nearpeak.profiling.step_function import STEP_DECORATOR, StepFunction
 from nearpeak.profiling.steps import detect_steps
@@ -82,10 +80,11 @@ def profile_script(
     stop: bool = False,
     wait_s: float | None = None,
     progress: Progress | None = None,
-    captured: Callable[[Profile], object] = lambda profile: None,
+    captured: Callable[[Profile, bool], object] = lambda profile, is_final: None,
     goes_on: Callable[[Profile], object] = lambda profile: None,
     abort: Callable[[ScriptRun], object] = lambda run: None,
     ends_process: bool = False,
+    calibration: subprocess.Popen[bytes] | None = None,
 ) -> ScriptRun:
     """Runs a script with its arguments, as `python path ...` would, and profiles one of its steps.
 
@@ -103,12 +102,14 @@ def profile_script(
         wait_s: Interrupt the script if no step ends for so many seconds; None for no limit.
         progress: Called with lines of text.
         captured: Called with the profile as soon as there is one, while the script still runs: it may end in any way.
+            The second argument says whether this is the last profile.
         goes_on: Called on another thread with the profile of a script that still runs `EARLY_REPORT_S` after everything
             was recorded.
         abort: Called on another thread, to end the process, with what there is of a script that was interrupted for
             `wait_s` and did not end.
         ends_process: Whether nothing but the report follows the script: its thread pools are then ended, as at the
             exit of the interpreter.
+        calibration: The process that measures the GPU, if it was started before (`start_gpu_calibration`).
     """
     if (path is None) == (module is None):
         raise UsageError("Give either a script or a module.")
@@ -116,28 +117,37 @@ def profile_script(
     folder = Path.cwd() if path is None else Path(path).resolve().parent
     exit_code = 0
     profile: Profile | None = None
+    assembled: StepRecords | None = None
+    """What `profile` was assembled from."""
+    has_ended = False
+    """Whether the script takes no more steps."""
     timed_out = False
 
+    def assemble(records: StepRecords, on: Machine) -> None:
+        nonlocal profile, assembled
+        with stage("assembling"):
+            known = records.update(profile, assembled) if profile is not None and assembled is not None else None
+            profile, assembled = known or records.profile(on, ceilings=ceilings), records
+        captured(profile, session.is_done or has_ended)
+
     def complete() -> None:
-        nonlocal profile
         records = session.records(main.name)
         now = machine or known_machine()
         if records is not None and now is not None:
             with defer_signals(deadly=True):  # a job that is out of time is told so now, and has its profile
-                profile = records.profile(now, ceilings=ceilings)
-                captured(profile)
+                assemble(records, now)
         if session.is_done and not stop:
             say(f"{main.name} goes on. Ctrl-C ends it and gives the report now; --stop does that by itself")
             if profile is not None:
                 watchdog.report_later(partial(goes_on, profile))
 
     def result() -> ScriptRun:
-        nonlocal profile
+        nonlocal has_ended
+        has_ended = True
         records = session.records(main.name)
         seen = None if profile is None else (profile.step, profile.steps)
         if records is not None and seen != (records.step, len(records.walls)):
-            profile = records.profile(machine or find_machine(progress=progress), ceilings=ceilings)
-            captured(profile)
+            assemble(records, machine or find_machine(progress=progress))
         if timed_out and not session.problem:
             session.problem = f"no step ended for {seconds(wait_s or 0.0)}, and it was ended as asked."
         return ScriptRun(
@@ -158,9 +168,12 @@ def profile_script(
     imported_from = Path(path).resolve() if path is not None and Path(path).is_dir() else folder
     with script_import_path(imported_from, restore=not ends_process):
         main = find_script(path) if path is not None else find_module(module or "")
-        machine = _find_machine_early(on, progress)
-        _import_before()
-        initialize_kineto()
+        with stage("calibration"):
+            machine = _find_machine_early(on, calibration, progress)
+        with stage("imports"):
+            _import_before()
+        with stage("profiler: start"):
+            initialize_kineto()
         say(f"running {main.name}")
         say(PHASE_MESSAGES["warm-up"])
         watchdog = Watchdog(session, say, wait_s, abort_run, early_report_s=EARLY_REPORT_S)
@@ -184,7 +197,8 @@ def profile_script(
                         stack.enter_context(step_function.in_modules())
                 session.last_end = session.guard.program_time()
                 stack.enter_context(watchdog)
-                main.run(arguments, step_function, report, end_pools=ends_process)
+                with stage("script"):
+                    main.run(arguments, step_function, report, end_pools=ends_process)
         except BaseException as error:  # while its threads were waited for
             report(error)
         finally:
@@ -205,20 +219,22 @@ def _import_before() -> None:
             importlib.import_module(module)
 
 
-def _find_machine_early(on: str | Machine | None, progress: Progress | None) -> Machine | None:
+def _find_machine_early(
+    on: str | Machine | None, calibration: subprocess.Popen[bytes] | None, progress: Progress | None
+) -> Machine | None:
     """The machine that the bounds are for; None for a GPU of this machine, which is detected after the script.
 
-    A script may select its GPUs by CUDA_VISIBLE_DEVICES, which has no effect after the driver has been queried. Random
-    numbers of the script must not depend on a calibration before it.
+    Random numbers of the script must not depend on a calibration before it.
     """
     if isinstance(on, Machine):
         return on
     if on is not None or not gpu_visible():
         with preserve_random_state():
             return find_machine(on, progress=progress)
-    if not any(stored.machine.kind == "gpu" and stored.key.torch == torch.__version__ for stored in load_all()):
-        (progress or (lambda line: None))(StatusLine("measuring this machine: it is done in a process of its own"))
-        subprocess.run([sys.executable, "-m", "nearpeak", "machine"], stdout=subprocess.DEVNULL, check=False)
+    calibration = calibration or start_gpu_calibration(progress)
+    if calibration is not None:
+        with calibration:
+            calibration.wait()
     return None
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nearpeak._stage_times import stage
 from nearpeak.devices.backends import gpu_in_use
 from nearpeak.errors import UsageError, message_of
 from nearpeak.measure.options import Progress
@@ -529,7 +530,8 @@ class Session:
             self._events.record()
             return
         seen, before = self.schedule.steps, self.schedule.phase
-        self.guard.call(self._advance, kind, between)
+        with stage("ends of steps"):
+            self.guard.call(self._advance, kind, between)
         self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
         if self.is_done:
             self._complete()

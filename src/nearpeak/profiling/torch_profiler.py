@@ -21,6 +21,7 @@ from torch.profiler import profile as torch_profile
 from torch.profiler import record_function
 from torch.utils._python_dispatch import _disable_current_modes
 
+from nearpeak._stage_times import stage
 from nearpeak.devices.backends import gpu_in_use, gpu_visible, profiler_activities
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.guard import OwnThread
@@ -57,7 +58,7 @@ class Profiler:
         self._at_thread_end = threading.local()
         self._is_enabled = False
         try:
-            with no_warnings(), _no_kineto_log():  # about the profiler's own cycles
+            with stage("profiler: start"), no_warnings(), _no_kineto_log():  # about the profiler's own cycles
                 self._profiler.start()
             Profiler.running = True
             self._is_enabled = True
@@ -98,10 +99,12 @@ class Profiler:
             if self._thread:
                 self.end_step()
                 self._markers.plant(self.number + 1)
-            self._stop()
             file = Path(folder) / "step.json"
-            self._profiler.export_chrome_trace(str(file))
-            return read_trace(file, among=among, markers=self._markers.planted)
+            with stage("profiler: stop"):
+                self._stop()
+                self._profiler.export_chrome_trace(str(file))
+            with stage("profiler: read its trace"):
+                return read_trace(file, among=among, markers=self._markers.planted)
 
     def _stop(self) -> None:
         with suppress(Exception):

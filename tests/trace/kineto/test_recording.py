@@ -175,3 +175,28 @@ def test_a_list_of_other_things_is_no_trace(tmp_path: Path, content: str):
     (tmp_path / "other.json").write_text(content)
     with pytest.raises(UsageError, match="what it lists are no events"):
         recording.load_recording(tmp_path / "other.json")
+
+
+def test_operators_before_a_range_are_left_out(tmp_path: Path):
+    def event(name: str, start: float, duration: float = 1.0, category: str = "cpu_op") -> dict[str, object]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": duration, "pid": 1, "tid": 1}
+
+    path = tmp_path / "trace.json"
+    events = [
+        event("ProfilerStep#0", 0.0, 10.0, "user_annotation"),
+        event("aten::mm", 1.0),
+        event("cudaLaunchKernel", 1.5, 0.1, "cuda_runtime"),
+        event("aten::late", 8.0, 5.0),  # still runs when the step begins
+        event("ProfilerStep#1", 10.0, 10.0, "user_annotation"),
+        event("aten::early", 3.0),  # events need not be in order
+        event("aten::mm", 11.0),
+    ]
+    path.write_text(json.dumps({"traceEvents": events}))
+
+    def names(since: str | None) -> list[str]:
+        (spans,) = recording.load_recording(path, since=since).threads.values()
+        return [span.name for span in spans]
+
+    rest = ["ProfilerStep#0", "cudaLaunchKernel", "aten::late", "ProfilerStep#1", "aten::mm"]
+    assert names("ProfilerStep#1") == rest
+    assert len(names(None)) == len(names("ProfilerStep#7")) == len(events)  # a range that does not come

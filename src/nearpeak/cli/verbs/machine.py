@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 
+from nearpeak._stage_times import stage
 from nearpeak.cli.output import narrate, print_result
 from nearpeak.errors import UsageError
 
@@ -57,7 +58,8 @@ def _show(arguments: argparse.Namespace, name: str) -> None:
         machine = catalogue.find(name)
         print_result(text(document(machine)), machine, arguments.json)
     else:
-        from nearpeak.calibrate.machine import machine as this_machine
+        with stage("imports"):
+            from nearpeak.calibrate.machine import machine as this_machine
 
         machine = this_machine(calibrate=arguments.calibrate, progress=narrate)
         print_result(text(document(machine)), machine, arguments.json)

@@ -27,12 +27,13 @@ import re
 import sys
 import warnings
 import webbrowser
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearpeak._files import InputFile, fixed_cache_folder
+from nearpeak._stage_times import stage
 from nearpeak.cli.argument_types import step_number
 from nearpeak.cli.output import (
     Streams,
@@ -131,10 +132,18 @@ def _from_case(arguments: argparse.Namespace) -> Profile:
 
 def _run_script(arguments: argparse.Namespace) -> int:
     """Runs and profiles a script. Returns its exit code if it fails; a profile is shown if it took enough steps."""
-    from nearpeak.profiling.script import profile_script
-    from nearpeak.render import text as _text  # noqa: F401  # while modules are found where they are
-    from nearpeak.render.views import profile as _view  # noqa: F401
-    from nearpeak.render.views import screen as _screen  # noqa: F401
+    with ExitStack() as stack, stage("imports"):
+        from nearpeak.calibrate.machine import start_gpu_calibration
+
+        calibration = start_gpu_calibration(narrate) if _script_exists(arguments) and arguments.on is None else None
+        if calibration is not None:
+            stack.callback(calibration.kill)
+        from nearpeak.profiling.script import profile_script
+        from nearpeak.render import text as _text  # noqa: F401  # while modules are found where they are
+        from nearpeak.render.views import profile as _view  # noqa: F401
+        from nearpeak.render.views import screen as _screen  # noqa: F401
+
+        stack.pop_all()  # `profile_script` waits for it
 
     module, *script_arguments = arguments.module or [None, *arguments.arguments]
     files = ResultFiles(arguments, keep=True)
@@ -175,6 +184,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
             goes_on=goes_on,
             abort=abort,
             ends_process=arguments.ends_process,
+            calibration=calibration,
         )
         with suppress(Exception):  # the script may have closed it
             sys.stdout.flush()
@@ -195,6 +205,11 @@ def _show_run(
     if ran.exit_code == 2 and misplaced:
         narrate(f"nearpeak: {misplaced[0]} was given to the script. Options of nearpeak go before it.")
     return ran.exit_code
+
+
+def _script_exists(arguments: argparse.Namespace) -> bool:
+    """Whether a calibration may start before the code is looked for: a module is found later."""
+    return bool(arguments.script) and Path(arguments.script).exists()
 
 
 def _own_options() -> set[str]:
@@ -247,7 +262,8 @@ def add_choices(output: argparse._ArgumentGroup) -> None:
 
 def check_results(arguments: argparse.Namespace) -> None:
     """Checks options before the run that would otherwise fail after it; raises UsageError."""
-    from nearpeak.findings.engine import add_rules, check_ignored_rules
+    with stage("imports"):
+        from nearpeak.findings.engine import add_rules, check_ignored_rules
 
     check_choices(arguments)
     for file in arguments.rules:
@@ -289,12 +305,15 @@ class ResultFiles:
     """The files of a run: the kept run, and those that the user asked for.
 
     They are written as soon as there is a profile, before the report is printed: however the process ends after that,
-    they are there. An error in one of them does not stop the others.
+    they are there. An error in one of them does not stop the others. What was written is said once, when all is
+    recorded: until then files may be written again.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, keep: bool) -> None:
         self.code = 0
         """The exit code of the last error."""
+        self._lines: list[str] = []
+        """What is to be said of the last files that were written."""
         from nearpeak.profiles import history
 
         self._arguments, self._keep = arguments, keep and not arguments.no_keep and history.is_enabled()
@@ -306,37 +325,44 @@ class ResultFiles:
         """The command that shows the run again; "" if it was not kept."""
         return "" if self._kept is None else "nearpeak report @last"
 
-    def write(self, profile: Profile) -> None:
+    def write(self, profile: Profile, is_final: bool = True) -> None:
         """Writes all files; once for each profile."""
-        if profile is self._written:
-            return
-        if self._keep:
-            self._keep_run(profile)
+        if profile is not self._written:
+            self._lines = []
+            with stage("files"):
+                self._write(profile)
+            self._written = profile
+        if is_final:
+            for line in self._lines:
+                narrate(line)
+            self._lines = []
+
+    def _write(self, profile: Profile) -> None:
+        kept = self._keep_run(profile) if self._keep else []
         self.code = 0
         if self._arguments.json and self._arguments.json != "-":
             from nearpeak.profiles.file import with_grade
 
             try:
-                write_file(self._arguments.json, json_text(with_grade(profile)) + "\n")
+                write_file(self._arguments.json, json_text(with_grade(profile)) + "\n", say=self._lines.append)
             except NearpeakError as error:
-                narrate(f"nearpeak: {error}")
+                self._lines.append(f"nearpeak: {error}")
                 self.code = error.exit_code
-        code = write_reports(profile, self._arguments.save, options_of(profile, self._arguments), opened=False)
+        options = options_of(profile, self._arguments)
+        code = write_reports(profile, self._arguments.save, options, opened=False, say=self._lines.append)
         self.code = code or self.code
-        self._written = profile
+        self._lines += kept
 
-    def _keep_run(self, profile: Profile) -> None:
+    def _keep_run(self, profile: Profile) -> list[str]:
+        """Adds the run to the history, and gives what is to be said of that."""
         from nearpeak.profiles import history
 
-        is_first = self._kept is None
         try:
             self._kept = history.add_run(profile, self._kept)
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
-            narrate(f"nearpeak: this run was not kept: {history.folder()} cannot be written: {reason}.")
-        else:
-            if is_first:
-                narrate("kept as @last; `nearpeak report @last` shows it again")
+            return [f"nearpeak: this run was not kept: {history.folder()} cannot be written: {reason}."]
+        return ["kept as @last; `nearpeak report @last` shows it again"]
 
 
 def show_profile(profile: Profile, arguments: argparse.Namespace, files: ResultFiles) -> int:
@@ -346,7 +372,8 @@ def show_profile(profile: Profile, arguments: argparse.Namespace, files: ResultF
     files.write(profile)
     options = options_of(profile, arguments, files.again)
     printed = with_grade(profile) if arguments.json == "-" else None
-    print_text(report_text(profile, options, full=arguments.full) if printed is None else json_text(printed))
+    with stage("report"):
+        print_text(report_text(profile, options, full=arguments.full) if printed is None else json_text(printed))
     return (show_page(profile, arguments.save, options) if arguments.open else 0) or files.code
 
 
@@ -359,7 +386,14 @@ def report_text(profile: Profile, options: ReportOptions, *, full: bool, stream:
     return text((document if full else screen)(profile, options), terminal_style(stream or Streams.stdout()))
 
 
-def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions, *, opened: bool) -> int:
+def write_reports(
+    profile: Profile,
+    paths: Sequence[str],
+    options: ReportOptions,
+    *,
+    opened: bool,
+    say: Callable[[str], object] = narrate,
+) -> int:
     """Writes each file, also after an error, and opens the first page; returns the exit code of the last error."""
     from nearpeak.render.report import write
 
@@ -368,10 +402,10 @@ def write_reports(profile: Profile, paths: Sequence[str], options: ReportOptions
         try:
             write(profile, path, options)
         except NearpeakError as error:
-            narrate(f"nearpeak: {error}")
+            say(f"nearpeak: {error}")
             code = error.exit_code
             continue
-        narrate(f"wrote {path}")
+        say(f"wrote {path}")
     return (show_page(profile, paths, options) if opened else 0) or code
 
 

@@ -39,7 +39,7 @@ _ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 OPTIMIZER_PREFIX: Final = "Optimizer.step#"
 _KERNEL_LAUNCH = re.compile(r"\w*Launch(?:Cooperative)?Kernel|urEnqueueKernelLaunch")
 """Calls that make a kernel run. Copies and fills are none: those of no bytes make nothing run."""
-_STEP_PREFIX = "ProfilerStep#"
+STEP_PREFIX: Final = "ProfilerStep#"
 _COMPILED_REGION_PREFIX = "Torch-Compiled Region: "
 _COMPILED_GRAPH_PREFIX = "## Call CompiledFxGraph"
 AOT_CALL: Final = "## Call AOTICompiledModel ##"
@@ -368,8 +368,8 @@ class _ThreadWalk(OpCalls):
             self.by_correlation[span.correlation] = outer.owner
 
     def _annotated(self, frame: _OpenSpan, span: Span) -> _OpenSpan:
-        if span.name.startswith(_STEP_PREFIX):
-            number = _number_after(_STEP_PREFIX, span.name)
+        if span.name.startswith(STEP_PREFIX):
+            number = _number_after(STEP_PREFIX, span.name)
             if number is not None:
                 self.steps.append(ProfilerStep(number, span.start, span.end))
         if span.name.startswith(OPTIMIZER_PREFIX):

@@ -22,7 +22,15 @@ from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.ops.op import SeenOptimizer, Trace
 from nearpeak.profiles.completeness import Completeness, Loss
 from nearpeak.trace.kineto.arguments import RecordedTensor
-from nearpeak.trace.kineto.calls import OPTIMIZER_PREFIX, OpCall, OpCalls, ProfilerStep, find_op_calls, is_within
+from nearpeak.trace.kineto.calls import (
+    OPTIMIZER_PREFIX,
+    STEP_PREFIX,
+    OpCall,
+    OpCalls,
+    ProfilerStep,
+    find_op_calls,
+    is_within,
+)
 from nearpeak.trace.kineto.host import (
     HostCall,
     HostSpan,
@@ -128,7 +136,9 @@ def read_trace(
     """
     if storages not in ("least", "likely"):
         raise UsageError(f"storages={storages!r} is not known. {did_you_mean(str(storages), ('least', 'likely'))}")
-    recording = load_recording(path)
+    # With the step before a single one: a call that launches there and not here has lost its kernel.
+    since = f"{STEP_PREFIX}{min(min(among), max(among) - 1)}" if among and step is None else None
+    recording = load_recording(path, since=since)
     calls = find_op_calls(recording)
     recording, found_markers = find_markers(recording, calls)
     spans = [(span, owner_of(span, calls)) for span in recording.device_spans]

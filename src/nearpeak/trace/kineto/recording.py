@@ -294,10 +294,11 @@ class Recording:
     """Streams that the file names and has no events of."""
 
 
-def load_recording(path: str | Path | InputFile) -> Recording:
+def load_recording(path: str | Path | InputFile, *, since: str | None = None) -> Recording:
     """Reads a file in one pass. Python frames of torch, the standard library and built-in functions are dropped.
 
-    An event whose fields cannot be is left out and counted, as one that is not valid JSON.
+    An event whose fields cannot be is left out and counted, as one that is not valid JSON. Operators of torch that end
+    before the range `since` begins are left out too: nobody asks for them, and most events are operators.
     """
     file = EventFile(path)
     threads: dict[tuple[Any, Any], list[Span]] = {}
@@ -308,6 +309,18 @@ def load_recording(path: str | Path | InputFile) -> Recording:
     instantiations: list[float] = []
     named_streams: set[tuple[str, str]] = set()
     used_streams: set[tuple[str, str]] = set()
+    waiting: list[tuple[float, float, str, dict[str, Any], tuple[Any, Any]]] = []
+    """Operators in front of the range `since`, unless it comes."""
+    first = math.inf if since is not None else -math.inf
+    """When that range begins."""
+
+    def add(start: float, end: float, kind: SpanKind, name: str, facts: dict[str, Any], thread: Any) -> None:
+        try:
+            span = _span(start, end, kind, sys.intern(name), facts, inputs)
+            threads.setdefault(thread, []).append(span)
+        except (TypeError, RecursionError):  # a list as an id; inputs that are nested too deep
+            file.damaged += 1
+
     for event in file:
         if event.get("ph") != "X":
             if event.get("ph") == "M" and _names_stream(event):
@@ -340,16 +353,22 @@ def load_recording(path: str | Path | InputFile) -> Recording:
         elif kind == "overhead":
             overheads.append(Span(start, end, kind, sys.intern(name)))
         elif kind is not None and (kind != "python" or _is_user_frame(name)):
-            try:
-                span = _span(start, end, kind, sys.intern(name), facts, inputs)
-                threads.setdefault((event.get("pid"), event.get("tid")), []).append(span)
-                if kind == "launch" and (call := _CAPTURE_CALL.match(name)):
-                    if call[1]:
-                        captures.append((start, end, call[1] == "Begin"))
-                    else:
-                        instantiations.append(start)
-            except (TypeError, RecursionError):  # a list as an id; inputs that are nested too deep
-                file.damaged += 1
+            thread = event.get("pid"), event.get("tid")
+            if name == since:
+                first = min(first, start)
+            if end <= first and kind == "op" and name.startswith("aten::"):
+                if first == math.inf:
+                    waiting.append((start, end, name, facts, thread))
+                continue
+            add(start, end, kind, name, facts, thread)
+            if kind == "launch" and (call := _CAPTURE_CALL.match(name)):
+                if call[1]:
+                    captures.append((start, end, call[1] == "Begin"))
+                else:
+                    instantiations.append(start)
+    for start, end, name, facts, thread in waiting:
+        if first == math.inf or end > first:
+            add(start, end, "op", name, facts, thread)
     for spans in threads.values():
         spans.sort(key=_outer_first)
     last = {(span.device, span.stream): span for span in device_spans}
