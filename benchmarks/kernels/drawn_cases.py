@@ -758,7 +758,9 @@ class Choice:
     backend: str
     """"gluon", "triton", "torch", "cudnn" or "flash"; several with a plus between, as of the products of a gradient."""
     candidates: tuple[str, ...] = ()
-    """All that take it, where the operation chooses one by its sizes."""
+    """All that take it, the one that runs among them; empty where there is nothing to choose."""
+    by_sizes: bool = True
+    """Whether the operation chooses one by the sizes of a call; otherwise Gluon's kernels run where they can."""
 
 
 def choice_of(call: Call) -> Choice:
@@ -791,8 +793,8 @@ def choice_of(call: Call) -> Choice:
     if names:
         return Choice(backend="+".join(sorted(set(names))), candidates=tuple(dict.fromkeys(candidates)))
     if "gluon" in languages:
-        return Choice(backend="gluon", candidates=("gluon", "triton"))
-    return Choice(backend="triton" if languages or launch.INTERPRETED else "torch")
+        return Choice(backend="gluon", candidates=("gluon", "triton"), by_sizes=False)
+    return Choice(backend="triton" if languages or launch.INTERPRETED else "torch", by_sizes=False)
 
 
 def other_backends(call: Call, choice: Choice, peers: Sequence[str] = ()) -> dict[str, Call]:
@@ -800,7 +802,7 @@ def other_backends(call: Call, choice: Choice, peers: Sequence[str] = ()) -> dic
     ways = {}
     for name in choice.candidates:
         if name != choice.backend and name not in peers:
-            forced = _forced(call, name)
+            forced = _by_backend(call, name) if choice.by_sizes else _without_gluon(call)
             try:
                 chosen = choice_of(forced)
             except KernelUnavailable:  # one of several products does not take it
@@ -810,21 +812,27 @@ def other_backends(call: Call, choice: Choice, peers: Sequence[str] = ()) -> dic
     return ways
 
 
-def _forced(call: Call, name: str) -> Call:
-    """The call by one backend; where an operation does not choose, by what it has without Gluon."""
-    values: dict[tuple[Any, str], Any] = {}
-    if name == "triton":
-        values = {
-            (module, "runs_on"): _runs_nowhere
-            for key, module in list(sys.modules.items())
-            if key.startswith("nearpeak.kernels") and getattr(module, "runs_on", None) is gluon.runs_on
-        }
-
+def _by_backend(call: Call, name: str) -> Call:
     def forced() -> Any:
-        with kernels.using(backend=name), _patched(values):
+        with kernels.using(backend=name):
             return call()
 
     return forced
+
+
+def _without_gluon(call: Call) -> Call:
+    """The call where Gluon's kernels run nowhere, after it was made with them: all modules are imported."""
+    places = {
+        (module, "runs_on"): _runs_nowhere
+        for name, module in list(sys.modules.items())
+        if name.startswith("nearpeak.kernels") and getattr(module, "runs_on", None) is gluon.runs_on
+    }
+
+    def portable() -> Any:
+        with _patched({**places, (ReplayCache, "enabled"): False}):
+            return call()
+
+    return portable
 
 
 def _runs_nowhere(device: torch.device) -> bool:

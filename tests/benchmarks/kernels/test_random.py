@@ -343,7 +343,21 @@ def test_every_backend_that_takes_a_call_is_timed(monkeypatch):
 def test_a_call_without_a_choice_has_the_backend_of_its_kernels():
     x = torch.randn(4, 8, device=DEVICE)
     if DEVICE == "cpu":
-        assert drawn.choice_of(lambda: drawn.kernels.softmax(x)) == drawn.Choice(backend="triton")
+        assert drawn.choice_of(lambda: drawn.kernels.softmax(x)) == drawn.Choice(backend="triton", by_sizes=False)
+
+
+def test_gluon_is_denied_where_there_is_no_choice(monkeypatch):
+    """And only there: the own backend of an operation with a choice may have kernels in Gluon."""
+    seen: list[bool] = []
+
+    def call() -> None:
+        seen.append(drawn.gluon.runs_on is drawn._runs_nowhere)
+
+    monkeypatch.setattr(drawn, "choice_of", lambda forced: (forced(), drawn.Choice(backend="triton"))[1])
+    for by_sizes in (False, True):
+        found = drawn.Choice(backend="gluon", candidates=("gluon", "triton"), by_sizes=by_sizes)
+        assert list(drawn.other_backends(call, found)) == ["nearpeak/triton"]
+    assert seen == [True, False]
     assert drawn.gluon.runs_on is not drawn._runs_nowhere
 
 
