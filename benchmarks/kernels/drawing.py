@@ -33,21 +33,21 @@ HEAD_SIZES: Mapping[tuple[int, int], int] = {
 VOCABULARIES = (30522, 32000, 50257, 65024, 100352, 128256, 151936, 201088, 262144)
 """Of BERT, Llama 2, GPT-2, ChatGLM, OLMo 2, Llama 3, Qwen, gpt-oss and Gemma 3."""
 RANGES: Mapping[str, str] = {
-    "attention": "1 to 64 sequences of 64 to 16384 tokens, at most 32768 together, half of the lengths odd; 4 to 64"
+    "attention": "1024 to 32768 tokens, in sequences of 64 to 16384, half of the lengths odd; 4 to 64"
     " heads, 1 to 16 for each head of keys; 3 of 5 causal, of these 1 of 6 with a window of 128 to 4096; 3 of 4 with"
     " tokens before heads in memory; of the others than causal, 1 of 5 with other keys",
     "attention packed": "2 to 64 sequences of 16 to 8192 tokens, one after another; heads as above",
     "decode": "1 to 128 sequences of 128 to 131072 tokens in the cache; 1 of 5 in pages, 1 of 8 in float8",
-    "gemm, gemm backward, gemm swiglu": "128 to 16384 rows (swiglu from 16 on); 512 to 16384 features and results",
+    "gemm, gemm backward, gemm swiglu": "128 to 16384 rows (swiglu from 16 on); 768 to 16384 features and results",
     "gemm few rows": "1 to 96 rows, the same features and results",
     "gemm fp8": "16 to 16384 rows; scales of tensors, of rows, or of blocks of 128",
     "grouped_gemm, moe": "4 to 128 experts, 1 to 8 for a token, 64 to 16384 tokens, widths of 512 to 4096",
-    "norms, activations": "1 to 262144 rows of 64 to 16384; a quarter of RMSNorm and LayerNorm is of heads, rows of"
-    " 64 to 256",
-    "softmax, log_softmax": "1 to 262144 rows of 64 to 131072",
+    "norms, activations": "1024 to 131072 rows, in 1 of 5 cells 16 to 1024, of 512 to 16384; a quarter of RMSNorm and"
+    " LayerNorm is of heads, 256 to 262144 rows of 64 to 256",
+    "softmax, log_softmax": "the same rows, of 512 to 131072",
     "cross_entropy": "64 to 16384 tokens; vocabularies of models, and a third of 1000 to 262144",
     "linear_cross_entropy": "256 to 16384 tokens of 512 to 5120 features, the same vocabularies",
-    "rotary": "1 to 16 sequences of 1 to 32768 tokens; heads of 64 to 256",
+    "rotary": "1 to 16 sequences of 64 to 32768 tokens; heads of 64 to 256",
     "quantize, transpose_copy": "matrices of 128 to 16384 rows and columns, multiples of 128",
     "permute_tokens, unpermute_tokens": "64 to 16384 tokens of 512 to 8192, 1 to 8 of 8 to 128 experts",
     "linear_attention": "1 to 16 sequences of 256 to 8192 tokens, heads of 64 and 128",
@@ -198,15 +198,16 @@ def _heads(draw: Draw) -> tuple[int, int]:
 def _attention(draw: Draw) -> Shape | None:
     dim, value_dim = draw.weighted(HEAD_SIZES)
     heads, key_heads = _heads(draw)
-    queries = draw.length(64, 16384)
-    batch = draw.size(1, 64)
+    together = draw.size(1024, 32768)
+    queries = draw.length(64, min(together, 16384))
+    batch = max(together // queries, 1)
     causal = draw.among((True, True, True, False, False))
     window = draw.size(128, 4096, 128) if causal and draw.one_of(6) else None
     layout = draw.among(("tokens first", "tokens first", "tokens first", "heads first"))
     keys = draw.length(16, 4096) if not causal and draw.one_of(5) else queries
     pairs = queries * keys / (2 if causal else 1)
     flops = 2.0 * batch * heads * pairs * (dim + value_dim)
-    if batch * queries > 32768 or flops > MOST_ATTENTION_FLOPS or (window is not None and window >= keys):
+    if flops > MOST_ATTENTION_FLOPS or (window is not None and window >= keys):
         return None
     return {
         "batch": batch, "heads": heads, "key_heads": key_heads, "queries": queries, "keys": keys, "dim": dim,
@@ -274,7 +275,7 @@ def _product(least_rows: int, most_rows: int, factor: int = 1) -> Callable[[Draw
 
     def draw_product(draw: Draw) -> Shape | None:
         rows = draw.length(least_rows, most_rows) if most_rows > FEW_ROWS else draw.size(least_rows, most_rows)
-        features, results = draw.width(512, 16384), draw.width(512, 16384)
+        features, results = draw.width(768, 16384), draw.width(768, 16384)
         if 2.0 * rows * features * results * factor > MOST_PRODUCT_FLOPS:
             return None
         return {"rows": rows, "features": features, "results": results}
@@ -293,7 +294,7 @@ def _fp8(draw: Draw) -> Shape | None:
     scales = draw.among(("tensor", "row", "blocks of 128"))
     multiple = 128 if scales.startswith("blocks") else 16
     rows = draw.size(16, 16384, 4 if multiple == 128 else 1)
-    features, results = draw.size(512, 16384, multiple), draw.size(512, 16384, multiple)
+    features, results = draw.size(768, 16384, multiple), draw.size(768, 16384, multiple)
     if 2.0 * rows * features * results > 2 * MOST_PRODUCT_FLOPS:
         return None
     fast = multiple == 16 and draw.one_of(2)
@@ -326,7 +327,8 @@ def _rows(most_columns: int = 16384, heads: bool = False) -> Callable[[Draw], Sh
         if heads and draw.one_of(4):  # a norm of heads
             rows, columns = draw.size(256, 262144), draw.among((64, 96, 128, 192, 256))
         else:
-            rows, columns = draw.size(1, 262144), draw.width(64, most_columns)
+            rows = draw.size(16, 1024) if draw.one_of(5) else draw.size(1024, 131072)
+            columns = draw.width(512, most_columns)
         return {"rows": rows, "columns": columns} if rows * columns <= MOST_ELEMENTS else None
 
     return draw_rows
@@ -361,7 +363,7 @@ def _loss_text(shape: Shape) -> str:
 def _rotary(draw: Draw) -> Shape | None:
     heads, key_heads = _heads(draw)
     dim = draw.among((64, 96, 128, 256))
-    batch, tokens = draw.size(1, 16), draw.length(1, 32768)
+    batch, tokens = draw.size(1, 16), draw.length(64, 32768)
     if batch * tokens * heads * dim > MOST_ELEMENTS:
         return None
     return {"batch": batch, "tokens": tokens, "heads": heads, "key_heads": key_heads, "dim": dim}

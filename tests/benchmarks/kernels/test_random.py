@@ -88,7 +88,7 @@ def test_attention_is_drawn_within_its_ranges():
     assert {(one["dim"], one["value_dim"]) for one in drawn_shapes} == set(drawing.HEAD_SIZES)
     for one in drawn_shapes:
         assert 64 <= one["queries"] <= 16384
-        assert one["batch"] * one["queries"] <= 32768
+        assert 512 < one["batch"] * one["queries"] <= 32768 + 64
         assert one["heads"] % one["key_heads"] == 0
         assert one["keys"] == one["queries"] or not one["causal"]
         assert one["window"] is None or (one["causal"] and one["window"] < one["keys"])
@@ -106,8 +106,8 @@ def test_attention_is_drawn_within_its_ranges():
 def test_products_are_drawn_within_their_ranges(operation, least, most):
     for one in shapes(operation):
         assert least <= one["rows"] <= most
-        assert 512 <= one["features"] <= 16384
-        assert 512 <= one["results"] <= 16384
+        assert 768 <= one["features"] <= 16384
+        assert 768 <= one["results"] <= 16384
 
 
 def test_sizes_are_log_uniform():
@@ -128,6 +128,8 @@ def test_sizes_are_multiples_within_their_limits():
 
 def test_work_and_memory_are_limited():
     for one in shapes("rms_norm") + shapes("softmax"):
+        assert 16 <= one["rows"] <= 262144
+        assert 64 <= one["columns"] <= 131072
         assert one["rows"] * one["columns"] <= drawing.MOST_ELEMENTS
     for one in shapes("cross_entropy") + shapes("linear_cross_entropy"):
         assert one["tokens"] * one["vocabulary"] <= drawing.MOST_LOGITS
