@@ -441,6 +441,7 @@ _INSTEAD = {
     "fence_async_shared": _fence, "warpgroup_mma": _multiply, "warpgroup_mma_wait": _multiply_wait,
     "async_add_shared_to_global": _add_out, "_wait_until_written": _wait_until_written,
     "_packed": lambda weights, _keys, dtype: weights.to(dtype), "_unpacked": lambda packed, *_: packed,
+    "_wide": lambda packed, *_: packed.to(torch.float32),
     "wgmma_layout": lambda *_: None, "gathered_layout": lambda *_: None,
 }  # fmt: skip
 

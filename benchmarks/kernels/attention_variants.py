@@ -52,6 +52,7 @@ class Variant:
     causal: bool
     persistent: bool = True
     tiles: Sm90Tiles | None = None
+    consumers: int = 2
     together: int = 1
     """Heads whose programs alternate in the backward pass."""
 
@@ -61,7 +62,8 @@ class Variant:
             return f"hopper, {self.together} heads together"
         tiles = self.tiles or sm90_tiles(tile_dim(self.dim), tile_dim(self.value_dim))
         order = "persistent" if self.persistent else "one tile each"
-        return f"hopper, {tiles.keys} keys, {tiles.key_stages}/{tiles.value_stages} stages, {tiles.stored}, {order}"
+        sizes = f"{64 * self.consumers} x {tiles.keys}, {tiles.key_stages}/{tiles.value_stages} stages, {tiles.stored}"
+        return f"hopper, {sizes}, {order}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +96,16 @@ class Cell:
         same: dict[str, Any] = {"dim": self.dim, "value_dim": self.value_dim, "causal": self.causal}
         if self.backward:
             heads = self.batch * self.key_heads
-            together = [1, *(n for n in (2, 4, 8, 16) if heads % n == 0)] if self.causal else [1]
+            together = [1, *(n for n in (4, 8, 16) if heads % n == 0 and self.dim in (64, 128))] if self.causal else [1]
             return [Variant(backward=True, together=number, **same) for number in together]
         tiles = sm90_tile_candidates(tile_dim(self.dim), tile_dim(self.value_dim))
         orders = (True, False) if self.causal else (True,)
-        return [Variant(backward=False, tiles=one, persistent=order, **same) for one in tiles for order in orders]
+        return [
+            Variant(backward=False, tiles=one, persistent=order, consumers=consumers, **same)
+            for one in tiles
+            for order in orders
+            for consumers in ((3, 2) if self.dim == 64 else (2,))
+        ]
 
 
 def _cells() -> Iterator[Cell]:
@@ -128,7 +135,9 @@ def _cells() -> Iterator[Cell]:
     yield cell(False, 128, 128, True, 1, 64, 8, 16384)
     yield cell(True, 128, 128, False, 2, 16, 16, 8192)  # of the published table: no slower than before
     yield cell(True, 128, 128, True, 2, 16, 16, 8192)
-    yield cell(False, 64, 64, False, 64, 12, 12, 197)
+    for tokens in (197, 128, 512):
+        yield cell(False, 64, 64, False, 64, 12, 12, tokens)
+    yield cell(False, 128, 128, False, 64, 12, 12, 197)
     yield cell(True, 64, 64, False, 64, 12, 12, 197)
 
 
@@ -142,8 +151,7 @@ def configured(variant: Variant) -> Iterator[None]:
 
     names = ("sm90_config", "sm90_tiles", "heads_together")
     before = {name: getattr(sm90, name) for name in names}
-    consumers = 3 if variant.dim == 64 and not variant.causal else 2
-    config = Sm90Config(consumers=consumers, persistent=variant.persistent, together=1)
+    config = Sm90Config(consumers=variant.consumers, persistent=variant.persistent, together=1)
     tiles = variant.tiles or sm90_tiles(tile_dim(variant.dim), tile_dim(variant.value_dim))
     stand_ins = (lambda *_: config, lambda *_: tiles, lambda *_: variant.together)
     for name, stand_in in zip(names, stand_ins, strict=True):
@@ -307,7 +315,7 @@ def measured(cell: Cell, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "tflops": {name: cell.flops / value / 1e12 for name, value in seconds.items()},
         "checks": {variant.name: checks for variant, checks in zip(variants, found, strict=True)},
     }
-    if cell.backward and calls:
+    if cell.backward and cell.dim == 128 and calls:
         row["kernels_us"] = kernel_microseconds(next(iter(calls.values())))
         heads_first = [x.contiguous() for x in inputs]
         call, prepare = passes(variants[0], heads_first)
@@ -327,7 +335,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all times here, after each cell")
     parser.add_argument("--seconds", type=float, default=120.0, help="no cell begins later")
-    parser.add_argument("--processes", type=int, default=14, help="that compile and check at a time")
+    parser.add_argument("--processes", type=int, default=16, help="that compile and check at a time")
     parser.add_argument("--only", help="only cells with this in their names")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -34,8 +34,8 @@ def test_tiles_fit_into_shared_memory():
     for cell in CELLS:
         for variant in cell.variants():
             if variant.tiles is not None:
-                tiles, consumers = variant.tiles, 2
-                columns = consumers * 64 * (cell.dim + tiles.stored)
+                tiles = variant.tiles
+                columns = variant.consumers * 64 * (cell.dim + tiles.stored)
                 columns += tiles.keys * (tiles.key_stages * cell.dim + tiles.value_stages * cell.value_dim)
                 assert 2 * columns + BARRIER_BYTES <= MAX_SHARED_BYTES, variant
 

@@ -1108,6 +1108,17 @@ def _start_chain(left_tiles, consumer, right_rings, slot, DIM: gl.constexpr):
 
 
 @gluon.jit
+def _wide(packed, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, dtype: gl.constexpr):
+    """Packed numbers (ROWS, COLUMNS) in float32. Unpacked as for a product they would stay in twice the registers."""
+    bf16: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    fp16: gl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}"
+    asm: gl.constexpr = bf16 if dtype == gl.bfloat16 else fp16
+    types: gl.constexpr = (gl.float32, gl.float32)
+    even, odd = gl.inline_asm_elementwise(asm, "=f,=f,r", [packed], types, is_pure=True, pack=1)
+    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, COLUMNS]), LAYOUT)
+
+
+@gluon.jit
 def _start_sums(left, right_rings, slot, sums, DIM: gl.constexpr):
     """Starts to add the product of (keys, queries) and (queries, DIM) to sums in one or two parts."""
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(part_dim(DIM, 0)), k_width=2)
@@ -1270,16 +1281,16 @@ def _consume_wide(
                 weights = gl.where(key_index[:, None] <= last[None, :], weights, 0.0)
             else:
                 weights = gl.where((key_index < keys - first_key)[:, None], weights, 0.0)
-        # in 16 bits alone from here on, which takes half of the registers
-        weights = weights.to(dtype)
+        packed = _packed(weights, ROWS, dtype)  # alone from here on: a quarter of the registers
         if CROWDED:
             d_weights = _start_chain(value_tiles, CONSUMER + zero, gradient_rings, slot, VALUE_DIM)
-        d_v = _start_sums(weights, gradient_rings, slot + zero_too, d_v, VALUE_DIM)
+        left = _unpacked(packed, ROWS, part_dim(VALUE_DIM, 0), dtype)
+        d_v = _start_sums(left, gradient_rings, slot + zero_too, d_v, VALUE_DIM)
 
         # dS^T = P^T * (dP^T - delta), in shared memory for both consumers
         d_weights = warpgroup_mma_wait(num_outstanding=part_count(VALUE_DIM), deps=(d_weights,))
         delta = statistics_ring.index(2 * slot + 1).load(by_column)
-        d_scores = (weights.to(gl.float32) * (d_weights - delta[None, :])).to(dtype)
+        d_scores = (_wide(packed, ROWS, layout, dtype) * (d_weights - delta[None, :])).to(dtype)
         mbarrier.wait(ds_empty, (done & 1) ^ 1)
         ds_tiles.index(CONSUMER).store(d_scores)
         fence_async_shared()

@@ -135,7 +135,10 @@ class Sm90Tiles:
 _TILE_DIMS = (64, 80, 96, 128, 192, 256)
 """The columns that tiles have: powers of 2, and sums of two."""
 _SM90_TILES = {
-    (64, 64): [Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64)],
+    (64, 64): [
+        Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
+        Sm90Tiles(keys=64, key_stages=4, value_stages=4, stored=64),
+    ],
     (80, 80): [
         Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
         Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
@@ -144,7 +147,10 @@ _SM90_TILES = {
         Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
         Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
     ],
-    (128, 128): [Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=128)],
+    (128, 128): [
+        Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=128),
+        Sm90Tiles(keys=64, key_stages=3, value_stages=3, stored=128),
+    ],
     (192, 128): [
         Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
         Sm90Tiles(keys=64, key_stages=3, value_stages=3, stored=64),
