@@ -32,6 +32,11 @@ def python(us):
     return ("python", us, 0.0, 0)
 
 
+def on_host(us):
+    """An op on tensors in the memory of the host."""
+    return ("host", us, 0.0, 9)
+
+
 class Simulation:
     """A host and a device with one stream, on a clock in microseconds."""
 
@@ -47,6 +52,18 @@ class Simulation:
                 continue
             self.now += 0.2
             begin = self.now
+            if kind == "host":
+                self.now += us + (PROFILED_OP_US if self.profiled else 0.0)
+                facts = {"Input Dims": [[]], "Input Strides": [[]], "Input type": ["float"], "Concrete Inputs": [""]}
+                self._event(
+                    "aten::_local_scalar_dense",
+                    begin,
+                    self.now - begin,
+                    "cpu_op",
+                    **facts,
+                    **{"External id": number + 1},
+                )
+                continue
             self.now += host_us / 2 + (PROFILED_OP_US if self.profiled else 0.0)
             name = "cudaLaunchKernel" if kind == "op" else "cudaMemcpyAsync"
             launched = self.now
@@ -147,6 +164,17 @@ def test_a_step_that_waits_for_its_host_and_reads_numbers_saves_all_but_its_kern
     kernels_s = sum(piece[1] + 0.4 for piece in kernels) * 1e-6
     assert profile.findings[-1].together_s == pytest.approx(profile.wall_s - kernels_s, rel=0.05)
     assert sum(finding.saving_s for finding in profile.findings) <= profile.wall_s
+
+
+def test_a_loop_over_tensors_of_the_host_is_python_and_no_launching(tmp_path):
+    """Numbers that a loop reads one by one from a copy, and an op on the device after it."""
+    loop = [on_host(2.0)] * 400
+    program, twin = [op(20.0), read(), *loop, op(20.0, line=3)], [op(20.0), read(), op(20.0, line=3)]
+    profile = profiled(program, tmp_path)
+    (cause,) = (cause for cause in profile.idle if cause.cause == "python" and not cause.what)
+    assert (cause.where, cause.count) == ("train.py:3", 1)
+    share = predicted(profile, "python-stretch")
+    assert share == {"train.py:3": pytest.approx(saved(program, twin), rel=0.1)}
 
 
 def test_a_step_whose_device_is_always_busy_has_no_finding_about_its_host(tmp_path):

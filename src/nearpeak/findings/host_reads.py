@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from nearpeak.findings.loops import Loop
 from nearpeak.findings.step import Step
-from nearpeak.ops.op import Op
+from nearpeak.ops.op import Op, name_without_origin
 from nearpeak.ops.tensor import Tensor
 
 READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
@@ -24,12 +24,12 @@ MIN_STRETCH_S = 5e-4
 
 def reading_places(step: Step) -> set[str]:
     """The lines of loops that read numbers: what waits there is part of the findings about them."""
-    return {
-        step.ops[index].place
-        for loop in reading_loops(step)
-        for index in loop.members
-        if step.ops[index].packet in READS
-    }
+    return {step.ops[index].place for loop in reading_loops(step) for index in loop.members if is_read(step.ops[index])}
+
+
+def is_read(op: Op) -> bool:
+    """Whether an op reads a number of a tensor, on the device or in the memory of the host."""
+    return op.packet in READS or (op.origin == "host" and f"aten.{name_without_origin(op.name)}" in READS)
 
 
 def reading_loops(step: Step) -> list[Loop]:
@@ -39,20 +39,24 @@ def reading_loops(step: Step) -> list[Loop]:
         members = set(loop.members)
         if any(members & set(other.members) for other in loops):
             continue
-        reads = [index for index in loop.members if step.ops[index].packet in READS]
+        reads = [index for index in loop.members if is_read(step.ops[index])]
         if len(reads) >= MIN_READS * len(loop.runs) and all(_serves_reads(step, index, members) for index in members):
             loops.append(loop)
     return loops
 
 
 def _serves_reads(step: Step, index: int, members: set[int]) -> bool:
-    """Whether an op is a view, a read, or a small op whose result nothing but such ops need."""
+    """Whether an op is a view, a read, a small op whose result nothing but such ops need, or writes one number."""
     op = step.ops[index]
+    if op.origin == "host":
+        return all(tensor.elements <= _MAX_ELEMENTS for tensor in op.outputs)
     if step.costs[index].family == "view" or op.packet in READS:
         return True
+    if op.mutated:  # a result that is filled element by element, which a list can be
+        return all(tensor.elements == 1 for tensor in (*op.inputs, *op.outputs))
     small = all(tensor.elements <= _MAX_ELEMENTS for tensor in (*op.inputs, *op.outputs))
     written = set(step.flow.written_by[index])
-    return small and not op.mutated and not written & step.flow.results and set(step.flow.consumers[index]) <= members
+    return small and not written & step.flow.results and set(step.flow.consumers[index]) <= members
 
 
 def reads_for_python(step: Step) -> dict[str, str]:

@@ -178,17 +178,27 @@ def step_timeline(
         yield from piece(now, split, owner(launched - 1))
         outside = until - split - _overlap(host_ops, split, until) - _overlap(profiler, split, until)
         stretch_s = outside if outside >= LONG_PYTHON else 0.0
-        if stretch_s:
+        events = 0
+        if stretch_s:  # ops on tensors in the memory of the host are part of it, and events
             following = ("", AFTER_LAST_KERNEL) if launched == len(device) else (device[launched].where, "")
-            yield HostPiece(stretch_s, 0, None, ("python", *following), after_last_op=now >= last)
-        yield from piece(split, until, owner(launched) if waiting_op is None else waiting_op, less_s=stretch_s)
+            events = _events_outside(host_events, host_ops, split, until)
+            yield HostPiece(stretch_s, events, None, ("python", *following), after_last_op=now >= last)
+        yield from piece(
+            split, until, owner(launched) if waiting_op is None else waiting_op, less_s=stretch_s, less_events=events
+        )
 
     def piece(
-        start: float, end: float, op: int | None, cause: Cause | None = None, *, less_s: float = 0.0
+        start: float,
+        end: float,
+        op: int | None,
+        cause: Cause | None = None,
+        *,
+        less_s: float = 0.0,
+        less_events: int = 0,
     ) -> Iterator[HostPiece]:
         seconds = end - start - less_s - _overlap(profiler, start, end)
         if seconds > 0.0:
-            events = bisect_left(host_events, end) - bisect_left(host_events, start)
+            events = bisect_left(host_events, end) - bisect_left(host_events, start) - less_events
             yield HostPiece(seconds, events, op, cause, after_last_op=cause is None and start >= last)
 
     for time, kind, number in marks:
@@ -212,6 +222,16 @@ def step_timeline(
     pieces.extend(work(max(host_end_s, now)))
     kernels, latency_s = _kernels(device, issued, device_free_s)
     return StepTimeline(pieces=_merge_pieces(pieces), kernels=kernels, launch_latency_s=latency_s)
+
+
+def _events_outside(events: Sequence[float], host_ops: Sequence[Interval], start: float, end: float) -> int:
+    """How many events began between two times outside of any op or launch."""
+    first = max(0, bisect_right(host_ops, (start, float("inf"))) - 1)
+    inside = sum(
+        max(0, bisect_right(events, min(finish, end)) - bisect_left(events, max(begin, start)))
+        for begin, finish in host_ops[first : bisect_left(host_ops, (end, -float("inf")))]
+    )
+    return max(0, bisect_left(events, end) - bisect_left(events, start) - inside)
 
 
 def _is_wait(activity: HostActivity) -> bool:

@@ -105,6 +105,12 @@ def test_what_torch_does_before_a_compiled_region_is_no_stretch_of_the_users(mac
     assert not findings("python-stretch", stretch, python=traced(6.0), machine=machine)  # cannot be told
 
 
+def test_many_short_stretches_of_the_traced_step_are_no_long_one():
+    ops = tuple(placed("train.py:5") for _ in range(3))
+    python = {index: PythonStretch(seconds=0.5, lines={"train.py:5": 1}) for index in range(3)}  # of 20 s
+    assert not findings("python-stretch", idle("python", 3.0, where="train.py:5"), ops=ops, python=python)
+
+
 def test_a_stretch_before_an_op_that_no_trace_sees_is_the_longest_that_no_other_cause_has():
     ops = tuple(placed(f"train.py:{line}") for line in (5, 82))
     python = {

@@ -6,8 +6,10 @@ from gpu_steps import examined, found_in
 from planted import load, planted
 
 from nearpeak.findings.rules.python_stretch import python_stretch
+from nearpeak.findings.rules.reads_in_a_loop import reads_in_a_loop
 from nearpeak.findings.rules.synchronization import synchronization
 from nearpeak.profiles.idle import IdleCause
+from nearpeak.trace.recorder import _as_host_op
 
 RULE = "reads-in-a-loop"
 
@@ -40,6 +42,49 @@ def test_all_that_serves_the_reads_goes():
     (found,) = found_in(step, RULE)
     products = [index for index, op in enumerate(step.ops) if op.packet == "aten.mul" and op.outputs[0].shape == ()]
     assert set(products) <= set(found.ops) and "tolist()" in found.remedy
+
+
+def discounting(count=40, *, whole_rows=False):
+    """Sums of rewards from the last to the first, read and written one by one."""
+
+    def build():
+        weight, rewards = torch.randn(16, 16), torch.sin(torch.arange(2.0 * count)).view(count, 2)
+
+        def step():
+            sums, running, rows = torch.zeros(count, 2), 0.0, rewards * 2
+            for place in reversed(range(count)):
+                running = rows[place, 0].item() + 0.9 * running
+                if whole_rows:
+                    sums[place].add_(running)
+                else:
+                    sums[place, 1] = running
+            return weight @ weight * sums.sum()
+
+        return step
+
+    return examined(build, live=True, times=as_long)
+
+
+def test_a_result_that_the_loop_fills_number_by_number_is_part_of_it():
+    (found,) = found_in(discounting(), RULE)
+    assert "tolist()" in found.remedy and "torch.tensor(numbers)" in found.remedy
+    assert not found_in(discounting(whole_rows=True), RULE)
+
+
+def test_a_loop_over_tensors_of_the_host_is_the_stretch_before_the_next_op_of_the_device():
+    step = discounting()
+    following = next(index for index, op in enumerate(step.ops) if op.packet == "aten.mm")
+    host = range(next(index for index, op in enumerate(step.ops) if op.packet == "aten.select"), following)
+    ops = [_as_host_op(op) if index in host else op for index, op in enumerate(step.ops)]
+    profiled = [
+        dataclasses.replace(op, measured_s=0.0) if index in host else op for index, op in enumerate(step.profile.ops)
+    ]
+    python = IdleCause(cause="python", seconds=4e-3, count=1, where=ops[following].place, what="")
+    profile = dataclasses.replace(step.profile, ops=tuple(profiled), idle=(python,), wall_s=1e-2)
+    step = dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=tuple(ops)), profile=profile)
+    (waste,) = reads_in_a_loop(step)
+    assert waste.idle == {"python": 4e-3}
+    assert "4.00 ms on the host" in waste.evidence
 
 
 @pytest.mark.parametrize("step", [lambda: reading(10), lambda: reading(used=True)], ids=["few", "needed elsewhere"])

@@ -131,6 +131,7 @@ def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
             longest = sorted(left, key=lambda index: -python[index].seconds)[: cause.count]
             found[cause.where].update(longest)
             left -= set(longest)
-        stretches = [python[index] for index in found[cause.where]]
+        longest = sorted(found[cause.where], key=lambda index: -python[index].seconds)[: max(1, cause.count)]
+        stretches = [python[index] for index in longest]
         lines = sum((Counter(stretch.lines) for stretch in stretches), Counter())
         yield cause, _Seen(sum(stretch.seconds for stretch in stretches), lines)

@@ -188,6 +188,26 @@ def busy_intervals(threads: Iterable[Sequence[Span]], start: float, end: float) 
     return tuple(disjoint)
 
 
+def intervals_outside(
+    intervals: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> tuple[tuple[float, float], ...]:
+    """Intervals without what is in others; both are disjoint and in order.
+
+    >>> intervals_outside([(0.0, 4.0), (5.0, 9.0)], [(3.0, 6.0)])
+    ((0.0, 3.0), (6.0, 9.0))
+    """
+    outside: list[tuple[float, float]] = []
+    for start, end in intervals:
+        for first, last in others:
+            if last > start and first < end:
+                if first > start:
+                    outside.append((start, first))
+                start = last
+        if end > start:
+            outside.append((start, end))
+    return tuple(outside)
+
+
 def event_starts(threads: Iterable[Sequence[Span]], start: float, end: float) -> tuple[float, ...]:
     """When the ops, ranges and calls of the runtime of all threads began, in seconds from the start of the window."""
     return tuple(

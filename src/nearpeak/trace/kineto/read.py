@@ -39,6 +39,7 @@ from nearpeak.trace.kineto.host import (
     event_starts,
     host_end,
     host_spans,
+    intervals_outside,
     overhead_calls,
 )
 from nearpeak.trace.kineto.kernels import (
@@ -224,7 +225,10 @@ def read_trace(
         notes=notes,
         partial=frozenset(indices[number] for number in partial if number in indices),
         host=host_spans(host, indices, origin, last),
-        host_working=busy_intervals(recording.threads.values(), origin, last),
+        host_working=intervals_outside(
+            busy_intervals(recording.threads.values(), origin, last),
+            [((first - origin) / 1e6, (end - origin) / 1e6) for first, end in _host_loops(inside, on_host)],
+        ),
         host_events=event_starts(recording.threads.values(), origin, last),
         host_end_s=host_end(recording.threads.values(), origin, origin + wall * 1e6 if chosen is None else chosen.end),
         free_from_s=free_from,
@@ -305,6 +309,24 @@ def _without_launch(calls: Sequence[OpCall], launching: Collection[int], lost: C
 
 LONG_HOST_OP = 200.0
 """Microseconds. Shorter ops on the host are the overhead of calling them."""
+
+
+_LOOP_OPS = 64
+"""So many ops in a row on tensors in the memory of the host are a loop of the host's, and no launching."""
+
+
+def _host_loops(calls: Sequence[OpCall], on_host: Collection[int]) -> list[tuple[float, float]]:
+    """When the host ran loops of short ops that launch nothing, in microseconds."""
+    loops: list[tuple[float, float]] = []
+    run: list[OpCall] = []
+    for call in [*calls, None]:
+        if call is not None and id(call) in on_host and (not run or call.thread == run[-1].thread):
+            run.append(call)
+            continue
+        if len(run) >= _LOOP_OPS and run[-1].span.end - run[0].span.start >= LONG_HOST_OP:
+            loops.append((run[0].span.start, run[-1].span.end))
+        run = []
+    return loops
 
 
 def _is_long(call: OpCall) -> bool:
