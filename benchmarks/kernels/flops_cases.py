@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels import cases
-from benchmarks.kernels.jobs import DONE, Steps, without_failures
+from benchmarks.kernels.jobs import DONE, LATE, Steps, without_failures
 
 Call = Callable[[], Any]
 CHECKED_ROWS = 64
@@ -81,7 +81,7 @@ class FlopsCase:
                 for step in steps:
                     outcome = setting.jobs.outcome(whole, "all") or setting.jobs.outcome(whole, step)
                     if outcome != DONE:
-                        reasons[way] = outcome or "was not compiled in time"
+                        reasons[way] = outcome or LATE
         return reasons
 
     def rows(self, setting: Any, job: str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 DONE = "done"
+LATE = "was not compiled in time"
 Steps = Mapping[str, Callable[[], Any]]
 
 

@@ -39,7 +39,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.kernels import drawing, score
-from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, set_compiler, without_failures, work_through
+from benchmarks.kernels.jobs import (
+    DONE,
+    LATE,
+    Jobs,
+    run_workers,
+    set_caches,
+    set_compiler,
+    without_failures,
+    work_through,
+)
 from benchmarks.kernels.tables import TABLES, shown
 
 COMPILED_WAYS = ("nearpeak", "compile", "liger", "portable", "flex")
@@ -90,7 +99,7 @@ class Setting:
                 continue
             if name == "nearpeak":
                 raise RuntimeError(outcome)
-            failed[name] = outcome or "was not compiled in time"
+            failed[name] = outcome or LATE
         return {name: way for name, way in ways.items() if name not in failed}, failed
 
 

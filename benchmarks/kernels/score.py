@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.kernels.jobs import LATE
 from benchmarks.markdown_table import table
 
 Row = Mapping[str, Any]
@@ -186,19 +187,20 @@ def backends_table(rows: Sequence[Row]) -> str:
 
 
 def peers_table(rows: Sequence[Row]) -> str:
-    """In how many cells a peer ran, could not run, and was the fastest of all peers."""
+    """In how many cells a peer ran, could not run, was not compiled in time, and was the fastest of all peers."""
     names = sorted({name for row in rows for name in (*peers(row), *row["failed"])})
     body = [
         [
             name,
             str(sum(name in row["seconds"] for row in rows)),
-            str(sum(name in row["failed"] for row in rows)),
+            str(sum(row["failed"].get(name, LATE) != LATE for row in rows)),
+            str(sum(row["failed"].get(name) == LATE for row in rows)),
             str(sum(best_peer(row) == name for row in rows)),
         ]
         for name in names
         if name.partition("/")[0] != "nearpeak"
     ]
-    return table(["peer", "ran", "could not", "fastest peer"], body, 1)
+    return table(["peer", "ran", "could not", "not compiled", "fastest peer"], body, 1)
 
 
 def short_of_bars(rows: Sequence[Row], failed: Mapping[str, str]) -> list[str]:

@@ -362,7 +362,10 @@ def random_part(content: Row | None) -> str:
     if any(score.head_name(row) for row in rows):
         parts += ["Attention by size of heads:", score.heads_table(rows)]
     parts += ["The slowest cells:", score.worst_table(rows)]
-    parts += ["In how many cells each peer ran, could not, and was the fastest peer:", score.peers_table(rows)]
+    parts += [
+        "In how many cells each peer ran, could not, was not compiled in time, and was the fastest peer:",
+        score.peers_table(rows),
+    ]
     return "\n\n".join(parts)
 
 

@@ -439,9 +439,14 @@ def test_backends_that_would_have_been_faster_are_counted():
 
 
 def test_peers_that_cannot_run_are_counted():
-    rows = [row(1, 100.0, 90.0), row(2, 100.0, 95.0, 90.0, failed={"flash": "RuntimeError"})]
-    lines = score.peers_table(rows).splitlines()[2:]
-    assert lines == ["| flash | 0 | 1 | 0 |", "| peer0 | 2 | 0 | 1 |", "| peer1 | 1 | 0 | 1 |"]
+    failed = {"flash": "RuntimeError", "compile": jobs.LATE}
+    rows = [row(1, 100.0, 90.0), row(2, 100.0, 95.0, 90.0, failed=failed)]
+    assert score.peers_table(rows).splitlines()[2:] == [
+        "| compile | 0 | 0 | 1 | 0 |",
+        "| flash | 0 | 1 | 0 | 0 |",
+        "| peer0 | 2 | 0 | 0 | 1 |",
+        "| peer1 | 1 | 0 | 0 | 1 |",
+    ]
 
 
 def test_bars_that_are_missed_are_said():
