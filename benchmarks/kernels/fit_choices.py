@@ -51,7 +51,7 @@ OPTIONS = (
 )  # fmt: skip
 PEERS = {
     "attention": {"cudnn": ("cudnn",), "flash": ("flash",)},
-    "gemm": {"torch": ("cublas", "cublas + nearpeak", "cublas fused", "cublas + torch")},
+    "gemm": {"torch": ("cublas", "cublas + nearpeak", "cublas fused", "cublas + torch", "eager")},
     "gemm_fp8": {"torch": ("scaled_mm",)},
     "rms_norm": {"torch": ("eager",)},
     "layer_norm": {"torch": ("eager",)},
@@ -100,6 +100,11 @@ def _random_cell(row: Mapping[str, Any]) -> Iterator[Cell]:
         gated = operation == "gemm swiglu"
         sizes = shape["rows"], shape["results"], shape["features"]
         yield from _product(row, sizes, ITEM_BYTES[row["dtype"]], gated=gated, activation=gated, **_flags(shape))
+    elif operation == "gemm backward":  # both products were timed together, and both have this time
+        rows, results, features = shape["rows"], shape["results"], shape["features"]
+        itemsize = ITEM_BYTES[row["dtype"]]
+        yield from _product(row, (rows, features, results), itemsize, b_by_columns=True)
+        yield from _product(row, (results, features, rows), itemsize, a_by_columns=True, b_by_columns=True)
     elif operation == "gemm fp8":
         sizes = shape["rows"], shape["results"], shape["features"]
         yield from _product(row, sizes, 1, **_scale_flags(shape["scales"]), fast=bool(shape.get("fast")))
@@ -149,8 +154,8 @@ def _table_product(row: Mapping[str, Any]) -> Iterator[Cell]:
 
 
 def _scale_flags(scales: str) -> dict[str, bool]:
-    """Of "tensor", "row" or "128"."""
-    return {"scales_by_row": scales == "row", "scales_by_block": scales == "128"}
+    """Of "tensor", "row", and "128" or "blocks of 128"."""
+    return {"scales_by_row": scales == "row", "scales_by_block": scales.endswith("128")}
 
 
 def _product(row: Mapping[str, Any], sizes: tuple[int, int, int], itemsize: int, **flags: bool) -> Iterator[Cell]:
@@ -176,8 +181,8 @@ def _cell(operation: str, values: Sequence[float], row: Mapping[str, Any], own: 
         seconds["triton"] = measured["portable"]
     if "nearpeak" in measured:
         seconds.setdefault(row.get("backend") or own, measured["nearpeak"])
-    if operation.startswith("attention"):
-        seconds.pop("torch", None)  # which of them is not known
+    known = ("cudnn", "flash") if operation.startswith("attention") else ("torch",)
+    seconds = {name: time for name, time in seconds.items() if name in ("gluon", "triton", *known)}  # no mixtures
     for name, peers in PEERS[operation.removesuffix("_backward")].items():
         times = [measured[peer] for peer in peers if peer in measured]
         if name not in seconds and times:

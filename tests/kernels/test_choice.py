@@ -461,8 +461,10 @@ def test_the_fit_reads_random_cells(tmp_path):
         "seconds": {"nearpeak": 1.0, "nearpeak/gluon": 2.0, "eager": 3.0},
     }  # fmt: skip
     path = tmp_path / "random.json"
-    path.write_text(json.dumps({"cells": [attention, product, {**product, "operation": "rotary"}]}))
-    first, second = read_cells(path)
+    gradient = {**product, "operation": "gemm backward", "pass": "backward", "backend": "gluon+torch"}
+    gradient["seconds"] = {"nearpeak": 1.5, "nearpeak/gluon": 2.0, "cublas": 1.0}
+    path.write_text(json.dumps({"cells": [attention, product, {**product, "operation": "rotary"}, gradient]}))
+    first, second, by_x, by_weight = read_cells(path)
     assert first.operation == "attention_backward"
     assert first.features["heads"] == 64
     assert first.features["group"] == 4
@@ -471,6 +473,10 @@ def test_the_fit_reads_random_cells(tmp_path):
     assert second.features["gated"] == 1
     assert second.features["columns"] == 12488
     assert second.seconds == {"gluon": 2.0, "torch": 1.0}
+    assert [by_x.features[name] for name in ("rows", "columns", "depth")] == [18, 2176, 12488]
+    assert [by_weight.features[name] for name in ("rows", "columns", "depth")] == [12488, 2176, 18]
+    assert (by_x.features["a_by_columns"], by_weight.features["a_by_columns"]) == (0, 1)
+    assert by_x.seconds == by_weight.seconds == {"gluon": 2.0, "torch": 1.0}
 
 
 def test_the_table_is_the_fit_of_the_results_that_it_names():
