@@ -185,7 +185,8 @@ def _cell(operation: str, values: Sequence[float], row: Mapping[str, Any], own: 
     seconds = {name: time for name, time in seconds.items() if name in ("gluon", "triton", *known)}  # no mixtures
     for name, peers in PEERS[operation.removesuffix("_backward")].items():
         times = [measured[peer] for peer in peers if peer in measured]
-        if name not in seconds and times:
+        is_candidate = name in row.get("candidates", (name,))  # a peer may do more, such as windows
+        if name not in seconds and times and is_candidate:
             seconds[name] = min(times)
     if len(seconds) > 1:
         features = dict(zip(FEATURES[operation], map(float, values), strict=True))
