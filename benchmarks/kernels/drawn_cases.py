@@ -30,8 +30,8 @@ from benchmarks.kernels.attention import FLOAT8, DecodingCase, by_torch
 from benchmarks.kernels.cases import DROPOUT, KernelCase, liger, random_tensor, rotary_case, row_case
 from benchmarks.kernels.drawing import Cell, Shape
 from benchmarks.kernels.flops_cases import Call, GradientCall, Made, compiled_way, forward_call, gradient_call
+from benchmarks.kernels.jobs import error_text
 from nearpeak import kernels
-from nearpeak.errors import KernelUnavailable
 from nearpeak.kernels._runtime import gluon, launch
 from nearpeak.kernels._runtime.choice import Chooser
 from nearpeak.kernels._runtime.replay import ReplayCache
@@ -797,19 +797,23 @@ def choice_of(call: Call) -> Choice:
     return Choice(backend="triton" if languages or launch.INTERPRETED else "torch", by_sizes=False)
 
 
-def other_backends(call: Call, choice: Choice, peers: Sequence[str] = ()) -> dict[str, Call]:
-    """The same call by the other backends of nearpeak that take it, as "nearpeak/triton"; not by those of `peers`."""
-    ways = {}
+def other_backends(call: Call, choice: Choice, peers: Sequence[str] = ()) -> tuple[dict[str, Call], dict[str, str]]:
+    """The same call by the other backends of nearpeak that take it, as "nearpeak/triton"; and why some do not.
+
+    Not by those of `peers`.
+    """
+    ways, failed = {}, {}
     for name in choice.candidates:
         if name != choice.backend and name not in peers:
             forced = _by_backend(call, name) if choice.by_sizes else _without_gluon(call)
             try:
                 chosen = choice_of(forced)
-            except KernelUnavailable:  # one of several products does not take it
+            except Exception as error:  # what nearpeak itself runs can be measured
+                failed[f"nearpeak/{name}"] = error_text(error)
                 continue
             if chosen.backend == name:
                 ways[f"nearpeak/{name}"] = forced
-    return ways
+    return ways, failed
 
 
 def _by_backend(call: Call, name: str) -> Call:

@@ -73,8 +73,8 @@ def work_through(jobs: Jobs, todo: Iterable[tuple[str, Callable[[], Steps]]], cl
         try:
             steps = make()
         except Exception as error:
-            jobs.write(name, "all", _text(error))
-            print(f"{name}: {_text(error)}", file=sys.stderr, flush=True)
+            jobs.write(name, "all", error_text(error))
+            print(f"{name}: {error_text(error)}", file=sys.stderr, flush=True)
             continue
         for step, call in steps.items():
             try:
@@ -85,8 +85,8 @@ def work_through(jobs: Jobs, todo: Iterable[tuple[str, Callable[[], Steps]]], cl
             except torch.OutOfMemoryError:
                 jobs.write(name, step, DONE)  # others have the memory now
             except Exception as error:
-                jobs.write(name, step, _text(error))
-                print(f"{name}, {step}: {_text(error)}", file=sys.stderr, flush=True)
+                jobs.write(name, step, error_text(error))
+                print(f"{name}, {step}: {error_text(error)}", file=sys.stderr, flush=True)
                 if "CUDA error" in str(error):
                     return  # nothing runs in this process any more
         del steps
@@ -105,11 +105,12 @@ def without_failures(ways: Steps, resets: Steps | None = None) -> tuple[dict[str
         except Exception as error:
             if name == "nearpeak":
                 raise
-            failed[name] = _text(error)
+            failed[name] = error_text(error)
     return running, failed
 
 
-def _text(error: Exception) -> str:
+def error_text(error: Exception) -> str:
+    """The kind of an error and its message, shortened."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 

@@ -86,7 +86,7 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
         allowed, late = setting.allowed(dict(one.ways), cell.job, COMPILED)
         running, failed = without_failures(allowed, one.resets)
         choice = choice_of(_after_reset(one, "nearpeak"))
-        others = other_backends(running["nearpeak"], choice, one.peer_backends)
+        others, refused = other_backends(running["nearpeak"], choice, one.peer_backends)
         ways = {**running, **others}
         resets = {way: one.resets[base] for way in ways if (base := "nearpeak" if way in others else way) in one.resets}
         errors = _errors(one, ways, resets) if setting.check else {}
@@ -112,7 +112,7 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
                 "errors": errors,
                 "error_limit": error_limit(cell, errors),
                 "waiting": waiting,
-                "failed": {**late, **failed},
+                "failed": {**late, **failed, **refused},
             }
         )
     return rows
