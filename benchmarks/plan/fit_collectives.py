@@ -35,7 +35,7 @@ from nearpeak.plan.cluster.collectives import (
     shared_bandwidth,
     traffic_of,
 )
-from nearpeak.plan.validation.collectives import MeasuredCollective, cluster_of, read_collectives
+from nearpeak.plan.validation.validate import MeasuredCollective, cluster_of, read_collectives
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "benchmarks/measurements/measured_collectives.csv"

@@ -21,7 +21,7 @@ import torch
 from nearpeak.errors import UsageError
 from nearpeak.profiles.completeness import Completeness
 from nearpeak.profiling import torch_profiler
-from nearpeak.profiling.graph_kernels import add_graph_loss, match_graph_kernels
+from nearpeak.profiling.assemble import add_graph_loss, match_graph_kernels
 from nearpeak.profiling.torch_profiler import Profiler, synchronize
 from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace

@@ -3,7 +3,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nearpeak.profiling.align import OpKey, align, align_ops
+from nearpeak.profiling.assemble import OpKey, align, align_ops
 
 names = st.lists(st.sampled_from("abcdef"), max_size=40)
 

@@ -8,8 +8,8 @@ import torch
 from nearpeak.devices.device import Conditions
 from nearpeak.devices.host_load import HostShares
 from nearpeak.profiles.conditions import StepConditions, worst_conditions
-from nearpeak.profiling import conditions, session
-from nearpeak.profiling.conditions import ConditionsWatch
+from nearpeak.profiling import session
+from nearpeak.profiling.session import ConditionsWatch
 from nearpeak.profiling.steps import StepKind
 
 
@@ -77,8 +77,8 @@ def test_a_window_that_is_cancelled_or_forgotten_does_not_count():
 
 
 def test_the_clock_is_read_on_a_thread_that_the_program_does_not_see(monkeypatch):
-    monkeypatch.setattr(conditions, "FIRST_S", 0.001)
-    monkeypatch.setattr(conditions, "INTERVAL_S", 0.001)
+    monkeypatch.setattr(session, "FIRST_READING_S", 0.001)
+    monkeypatch.setattr(session, "READING_INTERVAL_S", 0.001)
     gpu = Gpu()
     watch = made(HostShares(), HostShares(), gpu=gpu)
     before = threading.enumerate()

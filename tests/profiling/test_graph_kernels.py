@@ -9,7 +9,7 @@ import torch
 
 import nearpeak
 from nearpeak.ops.graph import GraphNode, GraphReplay
-from nearpeak.profiling.graph_kernels import match_graph_kernels
+from nearpeak.profiling.assemble import match_graph_kernels
 from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.kineto.kernels import GraphLaunch, KernelRun
 

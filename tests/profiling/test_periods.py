@@ -1,6 +1,6 @@
 import pytest
 
-from nearpeak.profiling.periods import MAX_MARKS, MAX_PERIOD_S, PeriodFinder
+from nearpeak.profiling.steps import MAX_MARKS, MAX_PERIOD_S, PeriodFinder
 
 
 def period(marks, took=None, finder=None):

@@ -3,7 +3,7 @@ import ast
 import pytest
 
 from nearpeak.errors import UsageError
-from nearpeak.profiling.step_function import STEP_DECORATOR, StepFunction
+from nearpeak.profiling.script import STEP_DECORATOR, StepFunction
 
 SOURCE = """\
 import functools

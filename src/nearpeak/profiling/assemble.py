@@ -11,8 +11,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
 
 from nearpeak._stage_times import stage
 from nearpeak.bound.estimate import estimate_trace
@@ -23,8 +24,10 @@ from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.statistics import median
 from nearpeak.ops.cost import costs_of
+from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.ops.op import Op, Trace, name_with_origin, name_without_origin
 from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.completeness import Completeness, Loss
 from nearpeak.profiles.conditions import StepConditions
 from nearpeak.profiles.idle import WORKERS_STARTED, IdleCause, IdleTime
 from nearpeak.profiles.idle_attribution import DeviceActivity, HostActivity, attribute
@@ -41,11 +44,10 @@ from nearpeak.profiles.profile import (
     profile_ceilings,
 )
 from nearpeak.profiles.rates import step_rates
-from nearpeak.profiling.align import OpKey, align_ops
-from nearpeak.profiling.graph_kernels import add_graph_loss, match_graph_kernels
 from nearpeak.profiling.loader_starts import WorkerStarts
 from nearpeak.profiling.steps import is_similar_size
 from nearpeak.trace.kineto.host import PRINTED_TENSOR, HostSpan, line_of_mark
+from nearpeak.trace.kineto.kernels import KernelRun
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.recorder import without_tf32
 from nearpeak.trace.source import read_excerpts
@@ -547,3 +549,220 @@ def _describe_span(span: HostSpan, ops: Sequence[Op]) -> str:
             return name_without_origin(op.name).removeprefix("aten::").removeprefix("aten.")
         return _OP_LABELS.get(op.packet, op.packet.removeprefix("aten."))
     return span.name.partition(" (dynamo_timed)")[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphKernels:
+    """What is known about the kernels that graphs launched."""
+
+    ops: Mapping[int, int]
+    """The op of each kernel that has one, by the index of the kernel."""
+    lost: int
+    """The number of nodes without a kernel in the recording, although their graph was launched."""
+    note: str
+    """A sentence about kernels in graphs that have no op; "" if there are none."""
+
+
+def match_graph_kernels(kernels: Sequence[KernelRun], replays: Sequence[GraphReplay]) -> GraphKernels:
+    """Finds the ops of kernels in graphs.
+
+    Of each graph, the nodes are known in the order in which they were added, each with its op and with the nodes that
+    it waits for (`trace/graphs.py`). A kernel is that of a node only if its name, its grid and its block are the same.
+    Among nodes that look the same, the order of time tells where it must be that of the nodes; elsewhere nothing does.
+
+    Args:
+        kernels: What ran in the profiled step.
+        replays: The graphs that were launched in the traced step.
+    """
+    launches: dict[tuple[float, int], list[int]] = {}
+    for index, kernel in enumerate(kernels):
+        if kernel.replay is not None:
+            launches.setdefault((kernel.replay.start_s, kernel.replay.graph), []).append(index)
+    ordered = sorted(launches)
+    ops: dict[int, int] = {}
+    lost = 0
+    counterparts = align([graph for _, graph in ordered], [replay.graph for replay in replays])
+    for launch, replayed in zip(ordered, counterparts, strict=True):
+        if replayed is None:
+            continue
+        nodes = replays[replayed].nodes
+        indices, in_order = _in_node_order(kernels, launches[launch])
+        lost += max(0, len(nodes) - len(indices))
+        for place, node in _match_nodes([kernels[index] for index in indices], nodes, in_order=in_order):
+            op = nodes[node].op
+            if op is not None:
+                ops[indices[place]] = op
+    return GraphKernels(ops=ops, lost=lost, note=_note(kernels, ops, replays))
+
+
+def add_graph_loss(completeness: Completeness, kernels: GraphKernels) -> Completeness:
+    """What a recording lacks, with the kernels that graphs have and the recording does not."""
+    counted = sum(loss.count or 0 for loss in completeness.of_step if loss.kind == "kernels")
+    if kernels.lost <= counted:  # by the other replays of the graph
+        return completeness
+    text = f"{kernels.lost} kernels that CUDA graphs were seen to run at their capture are not in the recording."
+    loss = Loss(kind="kernels", count=kernels.lost - counted, in_step=True, text=text)
+    return replace(completeness, losses=(*completeness.losses, loss))
+
+
+def _in_node_order(kernels: Sequence[KernelRun], indices: Sequence[int]) -> tuple[list[int], bool]:
+    """The kernels of one launch, and whether that is the order of their nodes; else it is that of time."""
+    node_ids = {index: replay.node for index in indices if (replay := kernels[index].replay) is not None}
+    if None in node_ids.values() or len(set(node_ids.values())) < len(indices):
+        return sorted(indices, key=lambda index: kernels[index].start_s), False
+    return sorted(indices, key=lambda index: node_ids[index] or 0), True
+
+
+def _kernel_key(kernel: KernelRun, *, named: bool) -> Hashable:
+    replay = kernel.replay
+    if kernel.kind != "kernel" or replay is None:
+        return kernel.kind
+    return kernel.name if named else "", replay.grid, replay.block
+
+
+def _match_nodes(runs: Sequence[KernelRun], nodes: Sequence[GraphNode], *, in_order: bool) -> list[tuple[int, int]]:
+    """Places of kernels, and of nodes that have their op."""
+    named = all(node.name for node in nodes if node.kind == "kernel")  # an older driver does not tell
+    kernels = [_kernel_key(run, named=named) for run in runs]
+    keys = [node.kind if node.kind != "kernel" else (node.name * named, node.grid, node.block) for node in nodes]
+    if in_order and kernels == keys:
+        return [(place, place) for place in range(len(keys))]
+    places: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(kernels):
+        places.setdefault(key, []).append(place)
+    alike: dict[Hashable, list[int]] = {}
+    for number, key in enumerate(keys):
+        alike.setdefault(key, []).append(number)
+    matched = []
+    for key, found in places.items():
+        numbers = alike.get(key, [])
+        if len({nodes[number].op for number in numbers}) == 1:
+            matched += [(place, numbers[0]) for place in found]
+        elif len(found) == len(numbers) and _runs_in_order(numbers, nodes):
+            matched += list(zip(found, numbers, strict=True))
+    return matched
+
+
+def _runs_in_order(numbers: Sequence[int], nodes: Sequence[GraphNode]) -> bool:
+    """Whether nodes of different ops begin in the order of their numbers."""
+    groups = [list(group) for _, group in groupby(numbers, key=lambda number: nodes[number].op)]
+    for earlier, later in pairwise(groups):
+        bits = sum(1 << number for number in earlier)
+        if any((before := nodes[number].earlier) is None or before & bits != bits for number in later):
+            return False
+    return True
+
+
+def _note(kernels: Sequence[KernelRun], ops: Mapping[int, int], replays: Sequence[GraphReplay]) -> str:
+    inside = [kernel for index, kernel in enumerate(kernels) if kernel.in_graph and index not in ops]
+    if not inside:
+        return ""
+    total = sum(kernel.seconds for kernel in inside)
+    traced = {replay.graph for replay in replays}
+    reasons = {
+        "their graphs were captured before nearpeak watched, or by other means than torch's; let what is profiled "
+        "capture them": sum(kernel.replay is None for kernel in inside),
+        "their graphs were not launched in the step that was traced": sum(
+            kernel.replay is not None and kernel.replay.graph not in traced for kernel in inside
+        ),
+        "no op was seen to add them at the capture, or ops that run side by side have the same kernels": sum(
+            kernel.replay is not None and kernel.replay.graph in traced for kernel in inside
+        ),
+    }
+    why = "; or ".join(reason for reason, count in reasons.items() if count)
+    return (
+        f"{len(inside)} kernels of {total * 1e3:.3f} ms were launched by CUDA graphs and have no ops, so they are "
+        f"measured without bounds: {why}."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpKey:
+    """What identifies an op in two runs of a step."""
+
+    kind: Hashable
+    """Its name and the number of dimensions of its tensors, which do not change from step to step."""
+    exact: Hashable
+    """The same with all sizes."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+
+
+def align(keys: Sequence[Hashable], others: Sequence[Hashable]) -> list[int | None]:
+    """For each key the index of its counterpart in `others`, or None: a longest common subsequence.
+
+    The rows of the usual table are bit vectors (Crochemore et al., 2001; Hyyrö, 2004): a zero bit is a column where the
+    length grows. A row takes two additions of long integers, so that steps of 10,000 ops are aligned in 0.1 s.
+
+    >>> align(["mm", "add", "mul", "sum"], ["mm", "cast", "mul", "sum"])
+    [0, None, 2, 3]
+    """
+    positions: list[int | None] = [None] * len(keys)
+    shorter = min(len(keys), len(others))
+    start = next((at for at in range(shorter) if keys[at] != others[at]), shorter)
+    end = next((at for at in range(shorter - start) if keys[-1 - at] != others[-1 - at]), shorter - start)
+    for at in range(start):
+        positions[at] = at
+    for at in range(end):
+        positions[len(keys) - 1 - at] = len(others) - 1 - at
+
+    columns: dict[Hashable, int] = {}  # the bits of the columns of each key
+    for column, other in enumerate(others[start : len(others) - end]):
+        columns[other] = columns.get(other, 0) | 1 << column
+    rows = [(1 << (len(others) - end - start)) - 1]
+    for key in keys[start : len(keys) - end]:
+        row = rows[-1]
+        common = row & columns.get(key, 0)
+        rows.append((row + common | row - common) & rows[0])
+    row_at, column = len(rows) - 1, len(others) - end - start
+    while row_at and column:
+        bit = 1 << (column - 1)
+        if rows[row_at] & bit:
+            column -= 1
+        elif rows[row_at - 1] & bit:
+            row_at, column = row_at - 1, column - 1
+            positions[start + row_at] = start + column
+        else:
+            row_at -= 1
+    return positions
+
+
+def align_ops(keys: Sequence[OpKey], others: Sequence[OpKey], light: Collection[Hashable] = ()) -> list[int | None]:
+    """For each op the index of its counterpart, an op of the same kind, or None; indices increase.
+
+    Ops of equal sizes are aligned first, and the rest between them by kind. In a step whose sizes all change, the few
+    ops of equal sizes mislead: then the alignment by kind alone finds more. Ops whose kind is `light` are aligned
+    between the others, since one run may have many views that the other does not have.
+
+    >>> one = [OpKey(kind=name, exact=(name, size)) for name, size in [("mm", 1), ("mm", 2), ("add", 7)]]
+    >>> other = [OpKey(kind=name, exact=(name, size)) for name, size in [("mm", 2), ("add", 8)]]
+    >>> align_ops(one, other)
+    [None, 0, 1]
+    """
+    kinds, other_kinds = [key.kind for key in keys], [key.kind for key in others]
+    exact, other_exact = [key.exact for key in keys], [key.exact for key in others]
+
+    def fill(
+        positions: list[int | None], some: Sequence[Hashable], other_some: Sequence[Hashable], *, heavy: bool
+    ) -> None:
+        """Aligns ops between those that have a position: the light ones, or the others."""
+        pairs = [(index, position) for index, position in enumerate(positions) if position is not None]
+        for (left, right), (left_end, right_end) in pairwise([(-1, -1), *pairs, (len(keys), len(others))]):
+            indices = [index for index in range(left + 1, left_end) if (kinds[index] in light) != heavy]
+            other_indices = [index for index in range(right + 1, right_end) if (other_kinds[index] in light) != heavy]
+            if indices and other_indices:
+                matches = align([some[index] for index in indices], [other_some[index] for index in other_indices])
+                for index, match in zip(indices, matches, strict=True):
+                    positions[index] = None if match is None else other_indices[match]
+
+    def found(*steps: tuple[Sequence[Hashable], Sequence[Hashable]]) -> list[int | None]:
+        positions: list[int | None] = [None] * len(keys)
+        for heavy in (True, False):
+            for some, other_some in steps:
+                fill(positions, some, other_some, heavy=heavy)
+        return positions
+
+    by_size = found((exact, other_exact), (kinds, other_kinds))
+    if None not in by_size:
+        return by_size
+    by_kind = found((kinds, other_kinds))
+    return by_size if by_size.count(None) <= by_kind.count(None) else by_kind

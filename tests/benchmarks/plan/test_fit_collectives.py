@@ -3,7 +3,7 @@ import pytest
 from benchmarks.plan import fit_collectives
 from nearpeak._records import to_json
 from nearpeak.plan.cluster.collectives import load_collective_constants
-from nearpeak.plan.validation.collectives import read_collectives
+from nearpeak.plan.validation.validate import read_collectives
 
 
 def test_the_file_is_what_the_script_writes() -> None:

@@ -17,12 +17,12 @@ from nearpeak.plan.cluster.collectives import (
     link_constants,
     load_collective_constants,
 )
-from nearpeak.plan.validation.collectives import (
+from nearpeak.plan.validation.errors import summarize_errors
+from nearpeak.plan.validation.validate import (
     predict_collectives,
     read_collectives,
     worst_collectives,
 )
-from nearpeak.plan.validation.errors import summarize_errors
 
 ROWS = Path(__file__).parents[3] / "benchmarks/measurements/measured_collectives.csv"
 H100 = Cluster.of("h100-sxm x 8")
