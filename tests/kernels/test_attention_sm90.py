@@ -53,6 +53,11 @@ def test_what_they_support_and_do_not_take_before_it_is_measured():
     ):  # fmt: skip
         assert sm90.supports(supported)
         assert not sm90.takes(supported)
+        assert not sm90.takes(supported, backward=True)
+    assert sm90.takes(problem(2, 4, 100, 128), backward=True)
+    assert sm90.supports_backward(problem(2, 4, 100, 80))
+    assert not sm90.supports_backward(problem(2, 4, 100, 192))
+    assert not sm90.supports_backward(problem(2, 4, 100, 256))
     assert not sm90.supports(problem(2, 4, 100, 264))
     assert not sm90.supports(problem(2, 4, 100, 100))
     assert not sm90.supports(problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :64]))

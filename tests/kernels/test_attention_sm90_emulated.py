@@ -118,6 +118,23 @@ def test_heads_in_parts_and_heads_of_fewer_dimensions_than_their_tile(emulate, d
     check_forward(emulate, Case(2, 1, 200, 270, dims[0], sees, value_dim=dims[1]), 2)
 
 
+TILES = [
+    (dim, value_dim, tiles)
+    for dim, value_dim in ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+    for tiles in tuning.sm90_tile_candidates(dim, value_dim)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "value_dim", "tiles"), TILES, ids=str)
+def test_each_size_of_tiles(emulate, monkeypatch, dim, value_dim, tiles):
+    """Causal, with a diagonal at which consumers see another number of blocks."""
+    monkeypatch.setattr(sm90, "sm90_tiles", lambda *_: tiles)
+    config = tuning.Sm90Config(consumers=3 if dim == 64 else 2, persistent=True, together=1)
+    monkeypatch.setattr(sm90, "sm90_config", lambda *_: config)
+    check_forward(emulate, Case(2, 1, 300, 330, dim, "causal", value_dim=value_dim), 2, slowest=0)
+
+
 SIZES = [
     # heads, key heads, queries, keys, dim
     (1, 1, 256, 200, 64),

@@ -31,7 +31,7 @@ _backward_chooser = Chooser("attention_backward", FEATURES)
 def candidates(problem: AttentionProblem, *, backward: bool = False) -> list[str]:
     """The backends that take a problem: torch's first, then this package's, the fastest first."""
     names = library.supported(problem, backward=backward)
-    if gluon.runs_on(problem.query.device) and import_module(_MODULES["gluon"]).takes(problem):
+    if gluon.runs_on(problem.query.device) and import_module(_MODULES["gluon"]).takes(problem, backward=backward):
         names.append("gluon")
     return [*names, "triton"]
 

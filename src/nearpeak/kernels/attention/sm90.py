@@ -70,8 +70,11 @@ from nearpeak.kernels.attention.tuning import (
     tile_dim,
 )
 
-_DIMS = (64, 128)
-"""Sizes of heads with measurements."""
+_MEASURED = {(64, 64), (128, 128)}
+"""Dimensions of keys and values for which the forward pass was measured on a GPU."""
+_MEASURED_BACKWARD = {(64, 64), (128, 128)}
+_OVERLAPPED_DIMS = (64, 128)
+"""Columns of tiles for which the backward pass has registers and shared memory to start the next scores early."""
 _PAIR = 128
 """Queries of a pair of blocks of the backward pass, and keys of one of its programs."""
 _WARPGROUP_ROWS = 64
@@ -89,9 +92,10 @@ LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
-def takes(problem: AttentionProblem) -> bool:
-    """Whether these kernels are the ones to run for a problem: for heads of sizes that were measured on a GPU."""
-    return problem.dim == problem.value_dim and problem.dim in _DIMS and supports(problem)
+def takes(problem: AttentionProblem, *, backward: bool = False) -> bool:
+    """Whether a pass of a problem may run: whether it can, and was measured on a GPU for heads of these sizes."""
+    measured, can_run = (_MEASURED_BACKWARD, supports_backward) if backward else (_MEASURED, supports)
+    return (problem.dim, problem.value_dim) in measured and can_run(problem)
 
 
 def supports(problem: AttentionProblem) -> bool:
@@ -1483,7 +1487,7 @@ def backward(
         problem.scale, problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal,
         heads * padded, processors(device),
     )  # fmt: skip
-    if dim == value_dim and dim in _DIMS:
+    if dim == value_dim and dim in _OVERLAPPED_DIMS:
         tiles = (_tile_descriptor(x, _WARPGROUP_ROWS, columns) for x, columns in tensors)
         launch(
             attention_sm90_backward_kernel, grid, lse2, delta, counters, *tiles,

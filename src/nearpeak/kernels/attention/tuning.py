@@ -127,7 +127,8 @@ class Sm90Tiles:
     key_stages: int
     """Blocks of keys in the ring buffer."""
     value_stages: int
-    """Blocks of values in the ring buffer."""
+    """Blocks of values in the ring buffer, at least 2: a block that only later queries see is waited for before the
+    last one is free."""
     stored: int
     """Columns of the result that are stored at a time."""
 
@@ -157,7 +158,7 @@ _SM90_TILES = {
     ],
     (192, 192): [
         Sm90Tiles(keys=64, key_stages=3, value_stages=3, stored=64),
-        Sm90Tiles(keys=128, key_stages=2, value_stages=1, stored=64),
+        Sm90Tiles(keys=64, key_stages=2, value_stages=2, stored=64),
     ],
     (256, 256): [
         Sm90Tiles(keys=64, key_stages=2, value_stages=2, stored=64),
