@@ -1,11 +1,12 @@
 import dataclasses
 
 import pytest
+from made_up import slow_cpu
 
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.expected import expected_seconds, interpolate, kinds_of
 from nearpeak.machines import catalogue
-from nearpeak.machines.machine import Achievable, EfficiencyPoint, LaunchCost, Machine
+from nearpeak.machines.machine import Achievable, Ceiling, EfficiencyPoint, LaunchCost, Machine
 from nearpeak.machines.reference import reference_efficiency
 from nearpeak.ops.cost import cost_of
 from nearpeak.ops.op import Op, Storage, Trace
@@ -171,3 +172,30 @@ def test_what_is_like_nothing_that_was_measured_is_not_known(addition):
     found = estimate_trace(addition, machine)
     assert found.ops[0].expected_seconds is None
     assert found.expected_s is None
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "per_element"),
+    [
+        ("aten.gelu_backward.default", {"approximate": "none"}, 2e-8),
+        ("aten.gelu_backward.default", {"approximate": "tanh"}, 4e-8),
+        ("aten.exp.default", {}, None),  # its rate was not measured
+        ("aten.add.Tensor", {}, None),
+    ],
+)
+def test_arithmetic_with_transcendental_functions_takes_its_time_and_no_bound_has_it(name, more, per_element):
+    x, gradient, out = (tensor((1024, 1024), storage, dtype="float32") for storage in range(3))
+    operation = Op(name=name, arguments={"grad_output": gradient, "self": x, **more}, outputs=(out,))
+    storages = {storage: Storage(bytes=4 * 2**20, kind="input") for storage in range(3)}
+    trace = Trace(ops=(operation,), storages=storages, results=frozenset({2}))
+    before = slow_cpu()
+    rates = {
+        f"transcendental.{kernel}": Ceiling(value=rate, spread=0.0, how="made up")
+        for kernel, rate in (("gelu_backward", 5e7), ("gelu_backward_tanh", 2.5e7))
+    }
+    achievable = dataclasses.replace(before.achievable, ceilings={**before.achievable.ceilings, **rates})
+    after = dataclasses.replace(before, achievable=achievable)
+    old, new = (estimate_trace(trace, machine).ops[0] for machine in (before, after))
+    assert new.seconds == old.seconds
+    assert new.expected_seconds == pytest.approx(old.expected_seconds if per_element is None else 2**20 * per_element)
+    assert new.expected_seconds >= old.expected_seconds

@@ -3,6 +3,7 @@ import types
 import pytest
 import torch
 
+from nearpeak.bound import expected
 from nearpeak.calibrate import ceilings as module
 from nearpeak.calibrate.ceilings import CeilingCollector, best_rate, calibrate_host, median_duration
 from nearpeak.calibrate.progress import CalibrationProgress
@@ -121,10 +122,22 @@ def test_a_small_calibration_of_this_cpu(monkeypatch):
     assert 0.0 <= found.launch.cold_start < 1e-2
     assert found.launch.enqueue is None
     assert [line.partition("(")[2].rstrip(")") for line in lines] == [
-        *("small ops", "memory", "cache", "small ops"),
+        *("small ops", "memory", "cache", "exp, tanh ...", "small ops"),
         *(f"GEMM {dtype}" for dtype in ("float32", "float64", "bfloat16", "float16", "int8")),
         "small ops",
     ]
+
+
+def test_kernels_with_transcendental_functions_have_rates(monkeypatch):
+    monkeypatch.setattr(module, "TRANSCENDENTAL_ELEMENTS", 2**8)
+    monkeypatch.setattr(module, "_hot_sampler", lambda call: call() is not None and FakeSampler(*[2e-6] * 6))
+    ceilings = CeilingCollector()
+    module._host_transcendental(ceilings)
+    names = {name.partition(".")[2] for name in ceilings.figures}
+    assert {"exp", "tanh", "erf", "gelu", "gelu_tanh", "gelu_backward", "gelu_backward_tanh"} < names
+    kernels = {kernel for packet, kernel in expected._TRANSCENDENTAL.items()}
+    assert kernels | {"gelu_tanh", "gelu_backward_tanh"} == names  # what ops stand for, and nothing else
+    assert {ceiling.value for ceiling in ceilings.figures.values()} == {2**8 / 2e-6}
 
 
 def test_a_gpu_is_measured_in_the_order_of_need_and_quickly_only_in_part():

@@ -7,7 +7,8 @@ On a GPU each family of kernels has a physical model: see `bound.kernel_models`.
 points: the bound of an op, and the ratio of its time to that bound. Between two points the ratio is interpolated on
 logarithmic scales. Beyond the last point the ratio is constant. Before the first point the time is constant: a kernel
 with next to no work takes its fixed time. Kinds go from special to general ("aten.cat", then "movement"); the first
-that was measured counts.
+that was measured counts. An op with a transcendental function takes at least the time of its arithmetic, at the rate of
+torch's kernel: no bound has that, since other libraries may be faster.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ class OpExpectations:
 
     def __init__(self, machine: Machine) -> None:
         assert machine.achievable is not None
+        self._machine = machine
         self._efficiency: Efficiency = machine.achievable.efficiency
         self.measured_on = machine.id
         self._gpu: Gpu | None = None
@@ -164,7 +166,8 @@ class OpExpectations:
     def seconds(self, op: Op, cost: Cost, times: ResourceSeconds) -> float | None:
         """Its time, at least its bound; 0 for an op that costs nothing, None where nothing like it was measured."""
         if self._gpu is None:
-            return expected_seconds(op, cost, times, self._efficiency)
+            value = expected_seconds(op, cost, times, self._efficiency)
+            return None if value is None else max(value, transcendental_seconds(op, self._machine))
         if not does_anything(cost):
             return 0.0
         missed = times[0] * self._gpu.bandwidth
@@ -225,6 +228,39 @@ _OWN_PROBE = frozenset(
     sum _softmax _softmax_backward_data _log_softmax _log_softmax_backward_data native_layer_norm
     native_layer_norm_backward nll_loss_forward nll_loss_backward""".split()
 )
+
+
+_TRANSCENDENTAL: Mapping[str, str] = {
+    f"aten.{name}": kernel
+    for kernel, names in {
+        "exp": "exp exp_ exp2 expm1 elu elu_ elu_backward",
+        "log": "log log_ log2 log10 log1p log1p_",
+        "sin": "sin sin_ cos cos_",
+        "tanh": "tanh tanh_",
+        "erf": "erf erf_ erfc",
+        "sigmoid": "sigmoid sigmoid_ softplus softplus_backward log_sigmoid_forward logit",
+        "silu": "silu silu_",
+        "silu_backward": "silu_backward",
+        "gelu": "gelu gelu_",
+        "gelu_backward": "gelu_backward",
+    }.items()
+    for name in names.split()
+}
+"""Pointwise ops by the kernel with the same transcendental function, whose rate a calibration of a CPU has."""
+
+
+def transcendental_seconds(op: Op, machine: Machine) -> float:
+    """The time of the arithmetic of a pointwise op with a transcendental function on a CPU; 0 where it is not known.
+
+    On a GPU such functions hide behind memory.
+    """
+    kernel = _TRANSCENDENTAL.get(op.packet)
+    if kernel is None or machine.kind != "cpu" or machine.achievable is None or not op.outputs:
+        return 0.0
+    if op.arguments.get("approximate") == "tanh":
+        kernel = f"{kernel}_tanh"
+    rate = machine.achievable.ceilings.get(f"transcendental.{kernel}")
+    return 0.0 if rate is None else op.outputs[0].elements / rate.value
 
 
 def is_like_measured(name: str, family: str) -> bool:

@@ -44,7 +44,10 @@ def best_rate(sampler: Sampler, amount: float, how: str, blocks: int = 9) -> Cei
     for a while does not lower it.
     """
     sampler.block()
-    rates = [amount / sampler.block().seconds for _ in range(blocks)]
+    return _best([amount / sampler.block().seconds for _ in range(blocks)], how)
+
+
+def _best(rates: list[float], how: str) -> Ceiling:
     return Ceiling(value=max(rates), spread=(quantile(rates, 0.9) - quantile(rates, 0.1)) / median(rates), how=how)
 
 
@@ -143,6 +146,7 @@ def calibrate_host(progress: CalibrationProgress | None = None) -> Achievable:
     small: list[tuple[Ceiling, Ceiling]] = []
     call = Task(name="small ops", seconds=0.7, measure=lambda: small.append(_host_call_cost(sweep)))
     memory = partial(_host_bandwidths, ceilings, int(max(4 * cache, 2**27)))
+    functions = partial(_host_transcendental, ceilings)
     products = [
         Task(
             name=f"GEMM {_name(dtype)}",
@@ -156,6 +160,7 @@ def calibrate_host(progress: CalibrationProgress | None = None) -> Achievable:
             call,
             Task(name="memory", seconds=2.5, measure=memory),
             Task(name="cache", seconds=0.7, measure=partial(_host_cache_bandwidth, ceilings, int(cache))),
+            Task(name="exp, tanh ...", seconds=0.4, measure=functions),
             call,
             *products,
             call,
@@ -217,6 +222,40 @@ def _host_cache_bandwidth(ceilings: CeilingCollector, cache: int) -> None:
             how = f"repeated {name} within {quantity(size, 'B')}"
             # A block is short, and threads that wait for a busy core spoil many of them.
             ceilings.best("cache_bandwidth", best_rate(_hot_sampler(call), size, how, blocks=25))
+
+
+TRANSCENDENTAL_ELEMENTS = 2**17
+"""Of the tensors of these kernels: more than one thread takes, and few enough to stay in a cache."""
+TRANSCENDENTAL_ROUNDS = 6
+
+
+def _host_transcendental(ceilings: CeilingCollector) -> None:
+    """Elements per second of kernels with transcendental functions, in float32 and in the cache."""
+    x, gradient = torch.randn(2, TRANSCENDENTAL_ELEMENTS)
+    aten = torch.ops.aten
+    kernels: dict[str, Call] = {
+        "exp": partial(torch.exp, x),
+        "log": partial(torch.log, x.abs()),
+        "sin": partial(torch.sin, x),
+        "tanh": partial(torch.tanh, x),
+        "erf": partial(torch.erf, x),
+        "sigmoid": partial(torch.sigmoid, x),
+        "silu": partial(aten.silu, x),
+        "silu_backward": partial(aten.silu_backward, gradient, x),
+    }
+    for approximate, suffix in (("none", ""), ("tanh", "_tanh")):
+        kernels[f"gelu{suffix}"] = partial(aten.gelu, x, approximate=approximate)
+        kernels[f"gelu_backward{suffix}"] = partial(aten.gelu_backward, gradient, x, approximate=approximate)
+    with torch.no_grad():
+        samplers = {name: _hot_sampler(call) for name, call in kernels.items()}
+        # In rounds: what else runs on the host spoils all that is timed within some hundredths of a second.
+        rounds = [
+            {name: TRANSCENDENTAL_ELEMENTS / sampler.block().seconds for name, sampler in samplers.items()}
+            for _ in range(TRANSCENDENTAL_ROUNDS)
+        ]
+    for name in kernels:
+        how = f"{name} of {TRANSCENDENTAL_ELEMENTS} elements"
+        ceilings.set(f"transcendental.{name}", _best([rates[name] for rates in rounds], how))
 
 
 def _host_gemms(ceilings: CeilingCollector, dtype: torch.dtype, engine: str | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from nearpeak.bound.dataflow import CHAINED
+from nearpeak.bound.expected import transcendental_seconds
 from nearpeak.findings.step import Step
 from nearpeak.ops.cost import Access, Family
 from nearpeak.ops.op import Op
@@ -254,9 +255,14 @@ def remaining_seconds(
     and no less than their bounds.
     """
     reads, writes = traffic(step, region)
+    parts = [part for part in (region.forward, region.backward) if part]
     return sum(
-        max(times * step.expected_for_work(read, written, kind=kind), step.least(read, written))
-        for read, written, kind in zip(reads, writes, kinds, strict=False)
+        max(
+            times * step.expected_for_work(read, written, kind=kind),
+            step.least(read, written),
+            sum(transcendental_seconds(step.ops[index], step.machine) for index in part),
+        )
+        for part, read, written, kind in zip(parts, reads, writes, kinds, strict=False)
     )
 
 
@@ -272,9 +278,15 @@ def measured_over_expected(step: Step, members: Iterable[int]) -> float:
     """The measured over the expected time of ops: below 1 if this machine is better than expected.
 
     Ops whose tensors have different layouts, by strides or broadcasting, do not count: their expected slowness does not
-    apply to a fused kernel.
+    apply to a fused kernel. Nor do those with transcendental functions, whose time is not that of memory.
     """
-    known = [index for index in members if step.measured[index].expected_s and _has_one_layout(step, index)]
+    known = [
+        index
+        for index in members
+        if step.measured[index].expected_s
+        and _has_one_layout(step, index)
+        and not transcendental_seconds(step.ops[index], step.machine)
+    ]
     expected = sum(step.measured[index].expected_s or 0.0 for index in known)
     took = step.seconds(known)
     return took / expected if expected and took else 1.0

@@ -5,10 +5,13 @@ import dataclasses
 import pytest
 import torch
 from gpu_steps import examined, found_in
+from made_up import slow_cpu
 from planted import load, planted
 from torch.nn import functional
 
 import nearpeak
+from nearpeak.machines.machine import Ceiling
+from nearpeak.trace.cuda_ops.target import Target
 
 ON_GPU = [
     *("attention_written_out", "attention_written_out_causal", "attention_softmax_spelled_out"),
@@ -226,6 +229,28 @@ def test_slow_orders_of_tensors_do_not_make_the_fused_kernel_faster():
     quick = examined(build, times=lambda op, expected: 0.6 * expected)  # halves of rows, which are not that slow
     left = [step.profile.wall_s - found_in(step, "unfused-gated-activation")[0].saving_s for step in (usual, quick)]
     assert left[0] == pytest.approx(left[1])
+
+
+def test_on_a_cpu_a_fused_kernel_still_computes_its_transcendental_functions():
+    def build():
+        x = torch.randn(2**22)
+        return lambda: ((x + 1).tanh() * 2 + 1).tanh() * 3
+
+    before = slow_cpu()
+    rate = Ceiling(value=2e8, spread=0.0, how="made up")
+    achievable = dataclasses.replace(before.achievable, ceilings={"transcendental.tanh": rate})
+    machine = dataclasses.replace(before, achievable=achievable)
+    arithmetic = 2 * 2**22 / 2e8  # more than all of the traffic
+
+    def left(machine):
+        def times(op, expected):
+            return arithmetic / 2 if op.packet == "aten.tanh" else expected
+
+        step = examined(build, machine=machine, target=Target(kind="cpu"), times=times)
+        return step.profile.wall_s - sum(finding.saving_s for finding in found_in(step, "unfused-pointwise"))
+
+    assert left(machine) == pytest.approx(arithmetic)
+    assert left(before) != pytest.approx(arithmetic)  # without the rate, all that is known is the pace of these ops
 
 
 def test_short_rows_of_a_norm_are_left_to_a_compiler():
