@@ -24,7 +24,7 @@ from nearpeak.render.picture.bars import Bar
 from nearpeak.units import percent, quantity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """A published training run on H100s in bfloat16, and the MFU that was printed with it."""
 
@@ -40,66 +40,12 @@ class Run:
 
 
 PUBLISHED = (
-    Run(
-        id="llmfoundry-010",
-        source="mosaicml/llm-foundry",
-        model="mpt-7b",
-        gpus=512,
-        sequence=2048,
-        batch=3072,
-        seconds=1.2707,
-        printed=0.4220,
-    ),
-    Run(
-        id="llmfoundry-001",
-        source="mosaicml/llm-foundry",
-        model="mpt-70b",
-        gpus=512,
-        sequence=2048,
-        batch=4096,
-        seconds=16.2701,
-        printed=0.4125,
-    ),
-    Run(
-        id="dgxc-016",
-        source="NVIDIA/dgxc-benchmarking",
-        model="llama-3-70b",
-        gpus=2048,
-        sequence=8192,
-        batch=4096,
-        seconds=14.84,
-        printed=0.5368,
-    ),
-    Run(
-        id="dgxc-028",
-        source="NVIDIA/dgxc-benchmarking",
-        model="llama-3.1-405b",
-        gpus=2304,
-        sequence=8192,
-        batch=1008,
-        seconds=17.7,
-        printed=0.5423,
-    ),
-    Run(
-        id="dgxc-055",
-        source="NVIDIA/dgxc-benchmarking",
-        model="nemotron-4-15b",
-        gpus=16,
-        sequence=4096,
-        batch=64,
-        seconds=2.812,
-        printed=0.6249,
-    ),
-    Run(
-        id="dgxc-123",
-        source="NVIDIA/dgxc-benchmarking",
-        model="nemotron-4-15b",
-        gpus=16,
-        sequence=4096,
-        batch=64,
-        seconds=2.746,
-        printed=0.567,
-    ),
+    Run("llmfoundry-010", "mosaicml/llm-foundry", "mpt-7b", 512, 2048, 3072, 1.2707, 0.4220),
+    Run("llmfoundry-001", "mosaicml/llm-foundry", "mpt-70b", 512, 2048, 4096, 16.2701, 0.4125),
+    Run("dgxc-016", "NVIDIA/dgxc-benchmarking", "llama-3-70b", 2048, 8192, 4096, 14.84, 0.5368),
+    Run("dgxc-028", "NVIDIA/dgxc-benchmarking", "llama-3.1-405b", 2304, 8192, 1008, 17.7, 0.5423),
+    Run("dgxc-055", "NVIDIA/dgxc-benchmarking", "nemotron-4-15b", 16, 4096, 64, 2.812, 0.6249),
+    Run("dgxc-123", "NVIDIA/dgxc-benchmarking", "nemotron-4-15b", 16, 4096, 64, 2.746, 0.567),
 )
 
 

@@ -296,7 +296,7 @@ TREE_CORRECTION: dict[str, tuple[float, ...]] = {
 """By log2(bytes / 64): NCCL's own table of corrections, since trees do not follow its model at medium sizes."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class NcclTable:
     """NCCL's tuning table for one generation of GPUs; tuples are for 1, 2 and 4 or more nodes. Bandwidths in GB/s."""
 
@@ -315,43 +315,11 @@ class NcclTable:
 
 
 NCCL_TABLES: dict[str, NcclTable] = {
-    "volta": NcclTable(
-        channels=12,
-        ring_share=0.8,
-        low_latency=39.0,
-        low_latency_128=20.0,
-        tree=(26.5, 18.5, 10.0),
-        switch_efficiency=0.0,
-        switch_tree=(0.0, 0.0, 0.0),
-    ),
-    "ampere": NcclTable(
-        channels=24,
-        ring_share=0.8,
-        low_latency=87.7,
-        low_latency_128=20.0,
-        tree=(24.0, 23.6, 17.8),
-        switch_efficiency=0.0,
-        switch_tree=(0.0, 0.0, 0.0),
-    ),
-    "hopper": NcclTable(
-        channels=16,
-        ring_share=320 / 450,
-        low_latency=141.0,
-        low_latency_128=36.7,
-        tree=(38.7, 41.4, 36.0),
-        switch_efficiency=0.85,
-        switch_tree=(0.0, 57.7, 45.5),
-    ),
+    "volta": NcclTable(12, 0.8, 39.0, 20.0, (26.5, 18.5, 10.0), 0.0, (0.0, 0.0, 0.0)),
+    "ampere": NcclTable(24, 0.8, 87.7, 20.0, (24.0, 23.6, 17.8), 0.0, (0.0, 0.0, 0.0)),
+    "hopper": NcclTable(16, 320 / 450, 141.0, 36.7, (38.7, 41.4, 36.0), 0.85, (0.0, 57.7, 45.5)),
     # LL128: rows of B200, B300, GB200 and GB300 show the plateau of Simple where the tables would give LL128
-    "blackwell": NcclTable(
-        channels=16,
-        ring_share=640 / 900,
-        low_latency=282.4,
-        low_latency_128=0.0,
-        tree=(70.0, 42.8, 24.0),
-        switch_efficiency=0.74,
-        switch_tree=(0.0, 96.0, 43.8),
-    ),
+    "blackwell": NcclTable(16, 640 / 900, 282.4, 0.0, (70.0, 42.8, 24.0), 0.74, (0.0, 96.0, 43.8)),
 }
 
 

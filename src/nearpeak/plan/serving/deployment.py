@@ -109,7 +109,7 @@ class ServingLayout:
 KV_BYTES: Mapping[str, float] = {"bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ServingPrecision:
     """Number formats of a served model."""
 
@@ -131,53 +131,13 @@ class ServingPrecision:
 _PRECISIONS: Mapping[str, ServingPrecision] = {
     item.name: item
     for item in (
-        ServingPrecision(
-            name="bf16",
-            weight_bytes=2.0,
-            compute="bfloat16",
-            activation_bytes=2.0,
-            kv_bytes=2.0,
-            rest_bytes=2.0,
-            rest_compute="bfloat16",
-        ),
-        ServingPrecision(
-            name="fp8",
-            weight_bytes=1.0,
-            compute="float8",
-            activation_bytes=1.0,
-            kv_bytes=1.0,
-            rest_bytes=1.0,
-            rest_compute="float8",
-        ),
-        ServingPrecision(  # blocks of 16 with a scale of 8 bits
-            name="fp4",
-            weight_bytes=0.5625,
-            compute="float4",
-            activation_bytes=0.5625,
-            kv_bytes=1.0,
-            rest_bytes=0.5625,
-            rest_compute="float4",
-        ),
-        ServingPrecision(
-            name="int8",
-            weight_bytes=1.0,
-            compute="bfloat16",
-            activation_bytes=2.0,
-            kv_bytes=2.0,
-            rest_bytes=1.0,
-            rest_compute="bfloat16",
-            weight_only=True,
-        ),
-        ServingPrecision(  # groups of 32 with a scale and a zero point of 16 bits each
-            name="int4",
-            weight_bytes=0.625,
-            compute="bfloat16",
-            activation_bytes=2.0,
-            kv_bytes=2.0,
-            rest_bytes=0.625,
-            rest_compute="bfloat16",
-            weight_only=True,
-        ),
+        ServingPrecision("bf16", 2.0, "bfloat16", 2.0, 2.0, 2.0, "bfloat16"),
+        ServingPrecision("fp8", 1.0, "float8", 1.0, 1.0, 1.0, "float8"),
+        # blocks of 16 with a scale of 8 bits
+        ServingPrecision("fp4", 0.5625, "float4", 0.5625, 1.0, 0.5625, "float4"),
+        ServingPrecision("int8", 1.0, "bfloat16", 2.0, 2.0, 1.0, "bfloat16", weight_only=True),
+        # groups of 32 with a scale and a zero point of 16 bits each
+        ServingPrecision("int4", 0.625, "bfloat16", 2.0, 2.0, 0.625, "bfloat16", weight_only=True),
     )
 }
 _ALIASES = {"bfloat16": "bf16", "fp16": "bf16", "float16": "bf16", "float8": "fp8", "float4": "fp4", "nvfp4": "fp4"}
