@@ -247,6 +247,8 @@ class Trace:
     """Each class once."""
     padding: Mapping[int, Padding] = field(default_factory=dict)
     """Of ops that really ran: batches of sequences with padding, by their storages."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """The path of each module that was called inside no other one, and the line that called it; in order."""
     python: Mapping[int, PythonStretch] | None = None
     """The longer stretches of Python, by the index of the op after them; None where ops did not really run here."""
     packages: Mapping[str, str] = field(default_factory=dict)

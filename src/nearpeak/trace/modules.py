@@ -24,6 +24,7 @@ from torch._dynamo.callback import callback_handler
 from nearpeak.trace.guard import Guard
 from nearpeak.trace.objects import instance_attributes, keys_and_values, named_tensors, submodules
 from nearpeak.trace.patches.shared_patch import SharedPatch
+from nearpeak.trace.source import user_line
 
 BeforeCall = Callable[[nn.Module, tuple[Any, ...]], object]
 AfterCall = Callable[[nn.Module], object]
@@ -123,6 +124,8 @@ else:
     _call_events = SharedPatch(_patched_call)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+MAX_CALLS = 1000
+"""Of modules inside no other one: more are no models, but layers of one."""
 _MAX_DEPTH = 4
 """How deep to search containers and objects."""
 
@@ -141,6 +144,8 @@ class ModulePaths:
         self._modules: list[nn.Module] = []  # an id stays taken as long as its object lives
         self.stack: list[tuple[int, str, int]] = []
         """Id and path of each running module, the innermost last, and the backward pass in which it was called."""
+        self.calls: list[tuple[str, str]] = []
+        """The path of each module that was called inside no other one, with the line of the user's that called it."""
         self._roots: set[str] = set()
         self.torch_classes: dict[str, str] = {}
         """The classes of torch's own modules by their paths, without containers, whose content is the user's."""
@@ -178,6 +183,8 @@ class ModulePaths:
 
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
         self.meet(module)
+        if not self.stack and len(self.calls) < MAX_CALLS:
+            self.calls.append((self._paths[id(module)], user_line()[0]))
         self.stack.append((id(module), self._paths[id(module)], torch._C._current_graph_task_id()))
 
     def _leave(self, module: nn.Module) -> None:

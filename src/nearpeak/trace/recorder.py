@@ -449,6 +449,7 @@ class Recorder(TorchDispatchMode):
             optimizers=tuple(self._optimizers.values()),
             padding={storage: padding for storage, padding in self._sequences.items() if padding is not None},
             python=None if self.python_time is None else self.python_time.stretches(),
+            calls=tuple(self.modules.calls),
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             written_at={} if self._mode is not None else lines_that_write(self._classes_with_options()),
