@@ -251,6 +251,9 @@ class Trace:
     """The path of each module that was called inside no other one, and the line that called it; in order."""
     python: Mapping[int, PythonStretch] | None = None
     """The longer stretches of Python, by the index of the op after them; None where ops did not really run here."""
+    zeros: Mapping[int, float] = field(default_factory=dict)
+    """Of ops that really ran: the share of zeros in large factors of products that are older than the step, where they
+    are nearly all; by their storages."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)

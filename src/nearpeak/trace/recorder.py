@@ -130,6 +130,8 @@ class Recorder(TorchDispatchMode):
         self._recompute = RecomputeDetector(self.modules)
         self._sequences: dict[int, Padding | None] = {}
         """The padding of batches of sequences whose values were looked at, by their storages."""
+        self._zeros: dict[int, float] = {}
+        """The share of zeros in factors of products whose values were looked at, by their storages."""
         self._entered: list[ExitStack] = []
         self.python_time = PythonTime() if mode is None else None
 
@@ -215,6 +217,8 @@ class Recorder(TorchDispatchMode):
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
         if arguments is not None and schema.name in SEQUENCE_READERS:
             self._guard.call(self._note_padding, schema, arguments, args)
+        if arguments is not None and schema.name in PRODUCT_FACTORS:
+            self._guard.call(self._note_zeros, schema, arguments, args)
         self.launch_begins()
         result = func(*args, **kwargs)
         if arguments is not None:
@@ -257,6 +261,19 @@ class Recorder(TorchDispatchMode):
         batch = arguments.get(schema.arguments[position])
         if len(args) > position and isinstance(batch, Tensor) and batch.storage not in self._sequences:
             self._sequences[batch.storage] = padding_of(args[position])
+
+    def _note_zeros(self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
+        """Looks at some rows of large factors that are no parameters and are older than the step, once each."""
+        for position in PRODUCT_FACTORS[schema.name]:
+            factor = arguments.get(schema.arguments[position])
+            if (
+                len(args) > position
+                and isinstance(factor, Tensor)
+                and factor.elements >= MIN_FACTOR_ELEMENTS
+                and factor.storage not in self._zeros
+                and self.storages.kind(factor.storage) in ("input", "buffer")
+            ):
+                self._zeros[factor.storage] = zeros_share(args[position])
 
     def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
         self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
@@ -450,6 +467,7 @@ class Recorder(TorchDispatchMode):
             padding={storage: padding for storage, padding in self._sequences.items() if padding is not None},
             python=None if self.python_time is None else self.python_time.stretches(),
             calls=tuple(self.modules.calls),
+            zeros={storage: share for storage, share in self._zeros.items() if share >= MIN_ZEROS_SHARE},
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             written_at={} if self._mode is not None else lines_that_write(self._classes_with_options()),
@@ -758,6 +776,26 @@ MIN_PADDED_SHARE = 0.05
 """Of the batch. Less padding is not worth mentioning."""
 MAX_PADDING_INSIDE = 0.02
 """The value that rows end with is padding if no larger share of the other elements has it."""
+
+
+PRODUCT_FACTORS: Mapping[str, tuple[int, int]] = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
+"""Operators that multiply two matrices, and the positions of these."""
+MIN_FACTOR_ELEMENTS = 1 << 20
+"""Smaller matrices are not looked at."""
+MIN_ZEROS_SHARE = 0.9
+"""With fewer zeros, products of the other elements alone take as long as those of all."""
+SAMPLED_ROWS = 256
+
+
+def zeros_share(matrix: torch.Tensor) -> float:
+    """The share of zeros in a matrix, by rows that lie evenly in it.
+
+    >>> zeros_share(torch.eye(4))
+    0.75
+    """
+    with torch.no_grad():
+        rows = matrix[:: max(1, len(matrix) // SAMPLED_ROWS)]
+        return int((rows == 0).sum()) / rows.numel()
 
 
 def padding_of(batch: torch.Tensor) -> Padding | None:

@@ -167,6 +167,10 @@ class Storages:
         """The size of a storage."""
         return self._bytes[number]
 
+    def kind(self, number: int) -> StorageKind:
+        """What a storage is."""
+        return self._kinds[number][0]
+
     def existed(self, number: int) -> bool:
         """Whether a storage is older than the trace."""
         return self._kinds[number][0] != "intermediate"
