@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Op
+from nearpeak.profiles.idle import IdleCause
 
 if TYPE_CHECKING:
     from nearpeak.findings.step import Step  # which has the loops of its ops
@@ -219,6 +220,17 @@ def replacement_claims(
             stay.add(index)
     gains = {index: share * step.time(index) for index in ordered if step.time(index)}
     return gains, [index for index in ordered if index not in stay]
+
+
+def python_between_turns(step: Step, loop: Loop, remaining: float) -> tuple[tuple[IdleCause, ...], float]:
+    """The idle time in which Python ran at the lines of a loop, and how much of it goes if a share of the loop remains.
+
+    On a CPU; a GPU waits for launches, which go with their ops. A pause because of other work on the cores is charged
+    there too: it meets what remains as often.
+    """
+    places = {step.ops[index].place for index in loop.members} - {""} if step.machine.kind == "cpu" else set()
+    causes = tuple(cause for cause in step.idle_causes("python") if cause.where in places and cause.count > 1)
+    return causes, max(0.0, 1.0 - remaining) * sum(cause.seconds for cause in causes)
 
 
 def line_range(lines: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from gpu_steps import examined, found_in
+from made_up import slow_cpu
 
 ROUNDS = 32
 
@@ -82,3 +83,13 @@ def test_a_cache_that_each_step_makes_longer():
 )
 def test_other_joined_tensors_are_not_named(step):
     assert not found_in(step(), "grown-by-cat")
+
+
+def test_what_reads_a_cache_reads_it_from_memory_where_nothing_was_copied():
+    """It finds the copy in the processor's cache now; so a part of the copy's time is only moved."""
+    step = grown(examined(lambda: decoding(keep=True), live=True, machine=slow_cpu()))
+    large = dataclasses.replace(step, machine=dataclasses.replace(slow_cpu(), cache_bytes=2.0**25))
+    (found,), (no_cache,) = (found_in(item, "grown-by-cat") for item in (large, step))
+    cat = next(index for index, op in enumerate(step.ops) if op.packet == "aten.cat")
+    assert found.saving_s < 0.75 * step.time(cat) < no_cache.saving_s
+    assert "no longer from the cache" in found.reasoning and "cache" not in no_cache.reasoning

@@ -10,7 +10,14 @@ from typing import Any, Literal
 from nearpeak.bound.kernel_models import kernel_constants, kernel_count
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.loops import Loop, backward_of, batched_seconds, line_range, replacement_claims
+from nearpeak.findings.loops import (
+    Loop,
+    backward_of,
+    batched_seconds,
+    line_range,
+    python_between_turns,
+    replacement_claims,
+)
 from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import gemm_op, median_slowness
 from nearpeak.ops.op import Op
@@ -21,8 +28,8 @@ MIN_STEPS = 8
 _CELL_FAMILIES = ("matrix", "pointwise", "movement", "creation", "view")
 """What a cell consists of: products, gates, and joining or storing their results."""
 _CPU_BOTH_PASSES = 2.7
-"""The time of torch's networks forward and backward over that of forward, on a CPU: 2.4 to 3.3 for LSTM, GRU and RNN of
-16 x 64 x 128 and 64 x 256 x 256 (batch x inputs x hidden), by process time on an Intel Xeon."""
+"""The time of an LSTM of oneDNN's forward and backward over that of its forward as it is estimated here: 2.1 to 3.2 for
+8 x 64 x 64 to 64 x 64 x 128 (batch x inputs x hidden), by process time on an Intel Xeon."""
 
 Kind = Literal["LSTM", "GRU", "RNN"]
 _MODES: dict[Kind, int] = {"RNN": 1, "LSTM": 2, "GRU": 3}
@@ -65,6 +72,7 @@ def unrolled_recurrence(step: Step) -> Iterator[Waste]:
         gains, gone = replacement_claims(step, members, remaining_s)
         first = known[0]
         took = step.seconds(members)
+        stretches, stretches_s = python_between_turns(step, loop, remaining_s / took if took else 1.0)
         turns = sum(item.steps for item in known)
         launched = sum(step.costs[index].family != "view" for index in members)
         lines = line_range([step.ops[index].source for index in loop.members])
@@ -74,6 +82,8 @@ def unrolled_recurrence(step: Step) -> Iterator[Waste]:
             gains=gains,
             gone=gone,
             replaces=True,
+            idle={"python": stretches_s} if stretches_s else {},
+            causes=stretches,
             evidence=f"The loop at {lines} takes {turns} turns, {launched / turns:.0f} ops each"
             + (" with their backward pass" if backward else "")
             + f": {seconds(took)} in {launched:,} ops of {seconds(took / max(1, launched))}. Each turn multiplies the "
@@ -210,6 +220,8 @@ def _remaining_seconds(step: Step, loop: Loop, recurrences: Sequence[_Recurrence
             network_s += _cudnn_seconds(step, item, backward=bool(backward))
         else:
             network_s += _cpu_seconds(step, item, backward=bool(backward))
+    if step.machine.kind == "cpu" and recurrences[0].kind != "LSTM":  # its gradient has the ops of the loop's
+        network_s += step.seconds(index for index in backward if step.ops[index].source in lines)
     return network_s + batched_seconds(step, kept)
 
 
@@ -245,17 +257,23 @@ def _cudnn_seconds(step: Step, item: _Recurrence, *, backward: bool) -> float:
 def _cpu_seconds(step: Step, item: _Recurrence, *, backward: bool) -> float:
     """The time on a CPU: products with all inputs at once, and in each step the product with the state and the cell.
 
-    Products are as much slower than expected as those of the loop. The gates of torch's LSTM are fused, others not.
+    oneDNN runs an LSTM: its gates are fused, and the products of its steps, whose weights are packed once, are about as
+    fast as one of all steps. Of others, torch runs the ops of the cell; this is their forward pass alone. Products are
+    as much slower than expected as those of the loop.
     """
     recurrent = [index for index in item.core if _is_product(step, index)]
-    inputs_s = 0.0
-    for index in item.products:
+    slower = median_slowness(step, [*recurrent, *item.products])
+
+    def at_once_s(index: int) -> float:
         _, m, n, k = product_sizes(step.ops[index]) or (1, 1, 1, 1)
         batched_s = step.expected(gemm_op(1, item.steps * m, n, k, dtype=item.dtype)) or 0.0
-        inputs_s += min(item.steps * step.time(index), batched_s * median_slowness(step, [*recurrent, *item.products]))
+        return min(item.steps * step.time(index), batched_s * slower)
+
+    inputs_s = sum(map(at_once_s, item.products))
     gates = [index for index in item.core if not _is_product(step, index)]
-    gates_s = step.expected_fused(gates) if item.kind == "LSTM" else step.seconds(gates)
-    forward_s = inputs_s + item.steps * (step.seconds(recurrent) + gates_s)
+    if item.kind != "LSTM":
+        return inputs_s + item.steps * step.seconds([*recurrent, *gates])
+    forward_s = inputs_s + sum(map(at_once_s, recurrent)) + item.steps * step.expected_fused(gates)
     return _CPU_BOTH_PASSES * forward_s if backward else forward_s
 
 
