@@ -222,15 +222,11 @@ def replacement_claims(
     return gains, [index for index in ordered if index not in stay]
 
 
-def python_between_turns(step: Step, loop: Loop, remaining: float) -> tuple[tuple[IdleCause, ...], float]:
-    """The idle time in which Python ran at the lines of a loop, and how much of it goes if a share of the loop remains.
-
-    On a CPU; a GPU waits for launches, which go with their ops. A pause because of other work on the cores is charged
-    there too: it meets what remains as often.
-    """
+def python_between_turns(step: Step, loop: Loop) -> tuple[IdleCause, ...]:
+    """The idle time in which Python ran at the lines of a loop on a CPU. A GPU waits for launches, which go with their
+    ops."""
     places = {step.ops[index].place for index in loop.members} - {""} if step.machine.kind == "cpu" else set()
-    causes = tuple(cause for cause in step.idle_causes("python") if cause.where in places and cause.count > 1)
-    return causes, max(0.0, 1.0 - remaining) * sum(cause.seconds for cause in causes)
+    return tuple(cause for cause in step.idle_causes("python") if cause.where in places and cause.count > 1)
 
 
 def line_range(lines: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ _PASSES = {0: 3, 1: 7, 2: 14}
 """Passes over the used rows in a sparse update, by the number of state tensors: plain SGD, Adagrad, and Adam."""
 _LAUNCHES = {0: 10, 1: 30, 2: 80}
 """Kernels of these updates: sorting and gathering rows takes many small ones."""
+_LEAST_RATIO = {0: 1.0, 1: 2.0, 2: 4.0}
+"""The least ratio of what goes away to what comes instead: SparseAdam is another algorithm, and a second optimizer."""
 _SPARSE_LAUNCH = 1.6
 """The host's time for one of them over that of a launch: it also makes the sparse tensors. On an H200, SparseAdam takes
 1.1 ms for its 80 kernels, all of it on the host, and plain SGD 160 us for each of twelve tables."""
@@ -55,7 +57,7 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
         )
         launch = step.machine.achievable.launch.enqueue if step.machine.achievable else None
         rest = max(rest, _LAUNCHES[states] * _SPARSE_LAUNCH * (launch or 0.0))
-        if rest >= before:
+        if before <= _LEAST_RATIO[states] * rest:
             continue
         yield Waste(
             title="A large table gets a dense gradient, though few of its rows are used.",

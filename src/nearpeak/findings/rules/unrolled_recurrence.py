@@ -72,7 +72,8 @@ def unrolled_recurrence(step: Step) -> Iterator[Waste]:
         gains, gone = replacement_claims(step, members, remaining_s)
         first = known[0]
         took = step.seconds(members)
-        stretches, stretches_s = python_between_turns(step, loop, remaining_s / took if took else 1.0)
+        stretches = python_between_turns(step, loop)
+        stretches_s = sum(cause.seconds for cause in stretches)
         turns = sum(item.steps for item in known)
         launched = sum(step.costs[index].family != "view" for index in members)
         lines = line_range([step.ops[index].source for index in loop.members])
@@ -86,6 +87,7 @@ def unrolled_recurrence(step: Step) -> Iterator[Waste]:
             causes=stretches,
             evidence=f"The loop at {lines} takes {turns} turns, {launched / turns:.0f} ops each"
             + (" with their backward pass" if backward else "")
+            + (f" and {seconds(stretches_s)} between them" if stretches_s else "")
             + f": {seconds(took)} in {launched:,} ops of {seconds(took / max(1, launched))}. Each turn multiplies the "
             f"state of the turn before with the same weights, and has the gates of "
             f"{_ARTICLES[first.kind].lower()} {first.kind}.",
