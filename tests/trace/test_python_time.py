@@ -1,5 +1,6 @@
 import dis
 import sys
+import threading
 import time
 import types
 
@@ -82,7 +83,7 @@ def test_a_loop_that_begins_again_is_at_its_first_line():
 def spin(measured):
     """Python, until the sampler has seen some of it."""
     until = time.monotonic() + 20.0
-    while not any(map(is_in_spin, measured._lines.get(measured._op, ()))) and time.monotonic() < until:
+    while not any(map(is_in_spin, list(measured._lines.get(measured._op, ())))) and time.monotonic() < until:
         sum(range(100))
     time.sleep(python_time.MIN_STRETCH_S)
 
@@ -106,6 +107,19 @@ def test_a_live_step_knows_the_lines_that_ran_between_its_ops_and_leaves_nothing
     recorded = live.stop()
     assert sys.getswitchinterval() == interval
     check(recorded)
+
+
+def test_the_sampling_ends_with_a_trace_that_another_thread_cancels():
+    interval = sys.getswitchinterval()
+    live = LiveTrace()
+    threads = [threading.Thread(target=live.cancel)]
+    threads[0].start()
+    threads[0].join()
+    assert sys.getswitchinterval() == interval
+    assert live._recorder.python_time._running.acquire(timeout=20.0)  # the sampler has let go of it
+    live._recorder.python_time._running.release()
+    live.stop()
+    assert sys.getswitchinterval() == interval
 
 
 def test_a_function_that_runs_live_is_sampled_too():

@@ -47,6 +47,8 @@ class LiveTrace:
     def cancel(self) -> None:
         """Records nothing more; for other threads than the one that created it, which alone can stop it."""
         self._recorder.paused = True
+        if self._recorder.python_time is not None:
+            self._recorder.python_time.end()
 
     def stop(self) -> Trace:
         """Ends the recording; raises what kept it from being complete."""

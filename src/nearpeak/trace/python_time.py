@@ -37,6 +37,10 @@ class PythonTime:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._running = _thread.allocate_lock()
+        """Held while the stack is to be sampled."""
+        self._has_ended = False
+        self._interval = self._shorter = 0.0
+        """Seconds after which a thread must give way to another: the program's, and while it is sampled."""
         self._op = 0
         """The index of the next op."""
         self._seconds: dict[int, float] = {}
@@ -59,17 +63,24 @@ class PythonTime:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Inside, the stack of the thread is sampled."""
-        interval = sys.getswitchinterval()
-        shorter = min(interval, SAMPLE_INTERVAL_S)
-        sys.setswitchinterval(shorter)  # pure Python gives way to the sampler only so often
+        self._interval = sys.getswitchinterval()
+        self._shorter = min(self._interval, SAMPLE_INTERVAL_S)
+        sys.setswitchinterval(self._shorter)  # pure Python gives way to the sampler only so often
         self._left = _read_clocks()
-        with self._running:
-            _thread.start_new_thread(self._sample, ())
-            try:
-                yield
-            finally:
-                if abs(sys.getswitchinterval() - shorter) < 1e-6:  # else the program has set another one
-                    sys.setswitchinterval(interval)
+        self._running.acquire()
+        _thread.start_new_thread(self._sample, ())
+        try:
+            yield
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Ends the sampling, on any thread."""
+        if not self._has_ended:
+            self._has_ended = True
+            if abs(sys.getswitchinterval() - self._shorter) < 1e-6:  # else the program has set another one
+                sys.setswitchinterval(self._interval)
+            self._running.release()
 
     def stretches(self) -> dict[int, PythonStretch]:
         """The stretches before ops, by the index of the op."""
