@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ ROUNDS = 7
 REPEATS = 20
 CHECK_SECONDS = 100
 """For compiling and checking one configuration; a kernel whose warps wait for each other for ever takes longer."""
-CHECKED_SIZES = ((1, 4, 2, 517, 517), (2, 2, 1, 130, 700), (1, 2, 2, 300, 70))
+CHECKED_SIZES = ((1, 4, 2, 1517, 1517), (2, 2, 1, 130, 700), (1, 2, 2, 300, 70))
 """Batches, heads, key heads, queries and keys."""
 TOLERANCE = 0.01
 """The largest error relative to the largest value: weights and gradients of scores are rounded to 8 bits."""
@@ -55,6 +55,8 @@ class Variant:
     consumers: int = 2
     together: int = 1
     """Heads whose programs alternate in the backward pass."""
+    window: int | None = None
+    """Keys that a query sees before its own; with sinks if there is a window."""
 
     @property
     def name(self) -> str:
@@ -78,22 +80,27 @@ class Cell:
     heads: int
     key_heads: int
     tokens: int
+    window: int | None = None
 
     @property
     def name(self) -> str:
         dims = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}/{self.value_dim}"
         heads = f"{self.heads}/{self.key_heads}"
-        mask = "causal" if self.causal else "full"
+        mask = ("causal" if self.causal else "full") + (f", window {self.window}, sinks" if self.window else "")
         return f"{'backward' if self.backward else 'forward'} {dims}, {self.batch} x {heads} x {self.tokens} {mask}"
 
     @property
     def flops(self) -> float:
         pairs = self.batch * self.heads * self.tokens**2 / (2 if self.causal else 1)
+        if self.window is not None:
+            pairs = self.batch * self.heads * float(sum(min(query, self.window) + 1 for query in range(self.tokens)))
         products = 3 * self.dim + 2 * self.value_dim if self.backward else self.dim + self.value_dim
         return 2.0 * pairs * products
 
     def variants(self) -> list[Variant]:
-        same: dict[str, Any] = {"dim": self.dim, "value_dim": self.value_dim, "causal": self.causal}
+        same: dict[str, Any] = {
+            "dim": self.dim, "value_dim": self.value_dim, "causal": self.causal, "window": self.window,
+        }  # fmt: skip
         if self.backward:
             heads = self.batch * self.key_heads
             together = [1, *(n for n in (4, 8, 16) if heads % n == 0 and self.dim in (64, 128))] if self.causal else [1]
@@ -104,7 +111,7 @@ class Cell:
             Variant(backward=False, tiles=one, persistent=order, consumers=consumers, **same)
             for one in tiles
             for order in orders
-            for consumers in ((3, 2) if self.dim == 64 else (2,))
+            for consumers in ((3, 2) if self.dim == 64 and self.window is None else (2,))
         ]
 
 
@@ -130,6 +137,7 @@ def _cells() -> Iterator[Cell]:
         for causal in both:
             for backward in both:
                 yield cell(backward, dim, dim, causal, 4, 32, 32, 4096)
+    yield replace(cell(False, 64, 64, True, 2, 64, 8, 8192), window=1023)
     yield cell(False, 256, 256, True, 2, 16, 16, 8192)
     yield cell(False, 192, 192, False, 1, 64, 8, 4329)
     yield cell(False, 128, 128, True, 1, 64, 8, 16384)
@@ -171,13 +179,29 @@ def random_inputs(
     return [torch.randn(batch, *size, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for size in sizes]
 
 
-def exact(inputs: Sequence[Tensor], causal: bool) -> tuple[Tensor, ...]:
+def problem_of(inputs: Sequence[Tensor], case: Variant | Cell) -> AttentionProblem:
+    query, key, value, _ = inputs
+    options: dict[str, Any] = {"causal": case.causal}
+    if case.window is not None:
+        options |= {"window": (case.window, None), "sinks": torch.linspace(-2.0, 2.0, query.shape[1]).to(query)}
+    return AttentionProblem(*operator_arguments(query, key, value, **options))
+
+
+def exact(inputs: Sequence[Tensor], variant: Variant) -> tuple[Tensor, ...]:
     """The result and the gradients, in float32."""
+    if variant.window is not None:  # the forward pass alone: gradients are those of the portable kernels
+        from nearpeak.kernels.attention.reference import attention_forward
+
+        query, key, value, _ = (x.float() for x in inputs)
+        sinks = torch.linspace(-2.0, 2.0, query.shape[1]).to(inputs[0])
+        window = (variant.window, None)
+        given = operator_arguments(query, key, value, causal=True, window=window, sinks=sinks.float())
+        return (attention_forward(*given)[0],)
     query, key, value, gradient = (x.float() for x in inputs)
     wide = [x.requires_grad_() for x in (query, key, value)]
     group = query.shape[1] // key.shape[1]
     scores = wide[0] @ wide[1].repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5
-    if causal:
+    if variant.causal:
         queries, keys = scores.shape[-2:]
         hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
         scores = scores.masked_fill(hidden, float("-inf"))
@@ -190,8 +214,8 @@ def passes(variant: Variant, inputs: Sequence[Tensor]) -> tuple[Callable[[], Any
     from nearpeak.kernels.attention import sm90
     from nearpeak.kernels.attention import triton as portable
 
-    query, key, value, gradient = inputs
-    problem = AttentionProblem(*operator_arguments(query, key, value, causal=variant.causal))
+    gradient = inputs[3]
+    problem = problem_of(inputs, variant)
     saved: list[Tensor] = []
 
     def prepare() -> None:
@@ -214,7 +238,7 @@ def check(variant: Variant) -> dict[str, Any]:
     worst, different = 0.0, 0
     for sizes in CHECKED_SIZES:
         inputs = random_inputs(*sizes, variant.dim, variant.value_dim)
-        right = exact(inputs, variant.causal)
+        right = exact(inputs, variant)
         right = right[1:] if variant.backward else right[:1]
         call, prepare = passes(variant, inputs)
         prepare()
@@ -248,7 +272,7 @@ def peers(cell: Cell, inputs: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
     from nearpeak.kernels.attention import triton as portable
 
     query, key, value, gradient = inputs
-    problem = AttentionProblem(*operator_arguments(query, key, value, causal=cell.causal))
+    problem = problem_of(inputs, cell)
     saved = portable.forward(problem)
     backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
     leaves = [x.detach().requires_grad_(cell.backward) for x in (query, key, value)]
@@ -261,7 +285,7 @@ def peers(cell: Cell, inputs: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
             )
 
     ways: dict[str, Callable[[], Any]] = {}
-    for name, backend in backends.items():
+    for name, backend in backends.items() if cell.window is None else ():
         try:
             result = by_torch(backend)
             if cell.backward:

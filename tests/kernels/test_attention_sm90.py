@@ -61,7 +61,11 @@ def test_what_they_support_and_do_not_take_before_it_is_measured():
     assert not sm90.supports(problem(2, 4, 100, 264))
     assert not sm90.supports(problem(2, 4, 100, 100))
     assert not sm90.supports(problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :64]))
-    assert not sm90.supports(problem(2, 4, 100, 96, left=5))
+    assert not sm90.supports(problem(2, 4, 100, 96, left=5))  # not causal
+    for changed in ({"left": 5}, {"sinks": torch.empty(4)}):
+        assert sm90.supports(problem(2, 4, 100, 64, causal=True, **changed))
+        assert not sm90.takes(problem(2, 4, 100, 64, causal=True, **changed))
+        assert not sm90.supports_backward(problem(2, 4, 100, 64, causal=True, **changed))
 
 
 def test_what_cannot_be_copied_is_left_to_the_portable_kernels():

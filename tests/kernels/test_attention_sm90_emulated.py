@@ -23,7 +23,10 @@ SEES = {"full": (-1, True), "causal": (0, True), "causal from the first": (0, Fa
 class Case:
     """Tensors, and results and gradients of attention in float64."""
 
-    def __init__(self, heads, key_heads, queries, keys, dim, sees, batches=1, dtype=torch.bfloat16, value_dim=None):
+    def __init__(
+        self, heads, key_heads, queries, keys, dim, sees, batches=1, dtype=torch.bfloat16, value_dim=None, left=-1,
+        sinks=None,
+    ):  # fmt: skip
         generator = torch.Generator().manual_seed(0)
         value_dim = value_dim or dim
 
@@ -33,17 +36,25 @@ class Case:
         query, key = random_tensor(queries, heads, dim), random_tensor(keys, key_heads, dim)
         value, self.gradient = random_tensor(keys, key_heads, value_dim), random_tensor(queries, heads, value_dim)
         right, bottom_right = SEES[sees]
-        nothing = (None,) * 6
         self.problem = AttentionProblem(
-            query, key, value, *nothing, 0, 0, -1, right, bottom_right, scale=dim**-0.5, softcap=0.0, dropout=0.0
-        )
+            query, key, value, None, None, sinks, *[None] * 3, 0, 0, left, right, bottom_right, scale=dim**-0.5,
+            softcap=0.0, dropout=0.0,
+        )  # fmt: skip
         wide = [one.double().requires_grad_() for one in (query, key, value)]
         group = heads // key_heads
         scores = wide[0] @ wide[1].repeat_interleave(group, 1).mT * dim**-0.5
         if right == 0:
-            hidden = torch.ones(queries, keys, dtype=torch.bool).triu(1 + (keys - queries if bottom_right else 0))
+            diagonal = keys - queries if bottom_right else 0
+            every = torch.ones(queries, keys, dtype=torch.bool)
+            hidden = every.triu(diagonal + 1)
+            if left >= 0:
+                hidden |= every.tril(diagonal - left - 1)
             scores = scores.masked_fill(hidden, float("-inf"))
-        result = scores.softmax(-1).nan_to_num() @ wide[2].repeat_interleave(group, 1)
+        values = wide[2]
+        if sinks is not None:  # one more key, whose value is 0
+            scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(batches, heads, queries, 1)], -1)
+            values = torch.nn.functional.pad(values, (0, 0, 0, 1))
+        result = scores.softmax(-1).nan_to_num() @ values.repeat_interleave(group, 1)
         self.gradients = torch.autograd.grad(result, wide, self.gradient.double())
         self.result, self.lse = result.detach(), scores.logsumexp(-1).detach()
 
@@ -133,6 +144,22 @@ def test_each_size_of_tiles(emulate, monkeypatch, dim, value_dim, tiles):
     config = tuning.Sm90Config(consumers=3 if dim == 64 else 2, persistent=True, together=1)
     monkeypatch.setattr(sm90, "sm90_config", lambda *_: config)
     check_forward(emulate, Case(2, 1, 300, 330, dim, "causal", value_dim=value_dim), 2, slowest=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("left", "sinks"), [(0, None), (5, [0.5, -1.0]), (130, None), (1000, [0.0, 9.0])], ids=lambda given: str(given)
+)
+@pytest.mark.parametrize("sizes", [(700, 700), (300, 650), (500, 200)], ids=str)
+@pytest.mark.parametrize(("dim", "consumers"), [(64, 3), (128, 2)])
+def test_windows_and_sinks(emulate, monkeypatch, dim, consumers, sizes, left, sinks):
+    """Also of queries that see no key, and of blocks that only one of the consumers sees."""
+    config = tuning.Sm90Config(consumers=consumers, persistent=True, together=1)
+    monkeypatch.setattr(sm90, "sm90_config", lambda *_: config)
+    sees = "causal" if sizes[0] < sizes[1] else "causal from the first"
+    case = Case(2, 1, *sizes, dim, sees, left=left, sinks=None if sinks is None else torch.tensor(sinks))
+    assert sm90.supports(case.problem)
+    check_forward(emulate, case, 2, seed=left, slowest=left % 3)
 
 
 SIZES = [

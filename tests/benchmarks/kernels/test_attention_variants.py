@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
@@ -10,8 +12,7 @@ import torch
 
 from benchmarks.kernels import attention_variants
 from benchmarks.kernels.attention_variants import CELLS, Cell, configured, is_right, line
-from nearpeak.kernels.attention import operator_arguments, sm90
-from nearpeak.kernels.attention.triton import AttentionProblem
+from nearpeak.kernels.attention import sm90
 from nearpeak.kernels.attention.tuning import sm90_tiles
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -21,7 +22,7 @@ BARRIER_BYTES = 1024
 def problem(cell):
     sizes = ((cell.heads, cell.dim), (cell.key_heads, cell.dim), (cell.key_heads, cell.value_dim))
     query, key, value = (torch.empty(1, 128, *size, dtype=torch.bfloat16).transpose(1, 2) for size in sizes)
-    return AttentionProblem(*operator_arguments(query, key, value, causal=cell.causal))
+    return attention_variants.problem_of((query, key, value, value), cell)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
@@ -54,6 +55,7 @@ def test_flops_of_a_pass():
     sizes = {"dim": 192, "value_dim": 128, "batch": 1, "heads": 2, "key_heads": 1, "tokens": 10}
     assert Cell(backward=False, causal=False, **sizes).flops == 2 * 2 * 100 * (192 + 128)
     assert Cell(backward=True, causal=True, **sizes).flops == 2 * 100 * (3 * 192 + 2 * 128)
+    assert Cell(backward=False, causal=True, window=1, **sizes).flops == 2 * 2 * (1 + 9 * 2) * (192 + 128)
 
 
 def test_what_is_wrong_is_not_timed_and_named():
@@ -65,12 +67,22 @@ def test_what_is_wrong_is_not_timed_and_named():
     assert line(row) == f"forward: TFLOP/s cudnn 600, a 1; wrong: b: {wrong}"
 
 
+def test_the_exact_result_of_a_window():
+    """One key for each query, and a sink of as much weight: half of the value."""
+    variant = next(cell for cell in CELLS if cell.window).variants()[0]
+    value = torch.randn(1, 1, 5, 8)
+    inputs = (torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 5, 8), value, value)
+    actual = attention_variants.exact(inputs, replace(variant, window=0))[0]
+    sink = torch.tensor(-2.0).exp()
+    torch.testing.assert_close(actual, value / (1 + sink))
+
+
 def test_a_check_compares_with_float32_and_finds_runs_that_differ(monkeypatch):
     """On a CPU, with torch in the place of the kernels."""
     variant = CELLS[0].variants()[0]
     monkeypatch.setattr(attention_variants, "CHECKED_SIZES", ((1, 4, 2, 9, 11),))
     inputs = [torch.randn(1, 2, 5, 8)] * 4
     monkeypatch.setattr(attention_variants, "random_inputs", lambda *_: inputs)
-    results = iter([attention_variants.exact(inputs, True)[:1]] * 20 + [[torch.zeros(1, 2, 5, 8)]])
+    results = iter([attention_variants.exact(inputs, variant)[:1]] * 20 + [[torch.zeros(1, 2, 5, 8)]])
     monkeypatch.setattr(attention_variants, "passes", lambda *_: (lambda: next(results), lambda: None))
     assert attention_variants.check(variant) == {"error": 0.0, "different": 1}

@@ -24,6 +24,11 @@ def launches():
         problem = AttentionProblem(query, query, value, *[None] * 6, 0, 0, -1, right, True, dim**-0.5, 0.0, 0.0)
         kind = f"{dim}, {value_dim}, {'causal' if causal else 'full'}"
         yield f"forward {kind}", lambda problem=problem: sm90.forward(problem)
+        if dim == 64 and causal:
+            sinks = torch.empty(4, dtype=torch.bfloat16)
+            rest = (None, None, sinks, *[None] * 3, 0, 0, 512, 0, True, dim**-0.5, 0.0, 0.0)
+            windowed = AttentionProblem(query, query, value, *rest)
+            yield f"forward {kind}, window", lambda windowed=windowed: sm90.forward(windowed)
         if sm90.supports_backward(problem) and dim != 80:  # which has the tiles of 96
             given = (problem, value, None, value, lse, True, True)
             yield f"backward {kind}", lambda given=given: sm90.backward(*given)

@@ -1,9 +1,9 @@
 """Attention for Hopper in Gluon: warp-specialized forward and backward kernels, and their launchers.
 
-They support plain attention, full or causal, of 16-bit dtypes. The forward pass has tiles for heads of up to 256
-dimensions, in one or two parts of a power of 2 each: 192 columns are 128 and 64. TMA fills columns that a head does not
-have with zeros. What runs by default is what was measured: heads of 64 or 128 dimensions. The portable kernels take the
-rest.
+They support plain attention, full or causal, of 16-bit dtypes; the forward pass also causal windows and sinks. It has
+tiles for heads of up to 256 dimensions, in one or two parts of a power of 2 each: 192 columns are 128 and 64. TMA fills
+columns that a head does not have with zeros. The backward pass has such tiles as far as registers and shared memory
+allow. What may run by default is what was measured (`takes`): heads of 64 or 128 dimensions without windows or sinks.
 
 Forward: one warp loads (producer), two or three warpgroups compute (consumers). The producer copies blocks of keys and
 values into a ring buffer in shared memory by TMA. Each consumer has 64 queries. While it computes the exponentials of
@@ -79,6 +79,8 @@ _PAIR = 128
 """Queries of a pair of blocks of the backward pass, and keys of one of its programs."""
 _WARPGROUP_ROWS = 64
 _SUM_ROWS = 32
+_MAX_WINDOW = 2**29
+"""More than any number of tokens, so that no sum of positions overflows."""
 _TMA_ALIGNMENT = 16
 _TMA_COLUMNS = 8
 """Rows of results have a multiple of so many numbers: they must begin at multiples of 16 bytes."""
@@ -95,7 +97,8 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 def takes(problem: AttentionProblem, *, backward: bool = False) -> bool:
     """Whether a pass of a problem may run: whether it can, and was measured on a GPU for heads of these sizes."""
     measured, can_run = (_MEASURED_BACKWARD, supports_backward) if backward else (_MEASURED, supports)
-    return (problem.dim, problem.value_dim) in measured and can_run(problem)
+    plain = problem.left < 0 and problem.sinks is None
+    return plain and (problem.dim, problem.value_dim) in measured and can_run(problem)
 
 
 def supports(problem: AttentionProblem) -> bool:
@@ -107,9 +110,9 @@ def supports(problem: AttentionProblem) -> bool:
         and problem.value_dim % _TMA_COLUMNS == 0
         and problem.is_plain
         and not problem.packed
-        and problem.sinks is None
         and problem.dropout == 0.0
-        and problem.left < 0
+        and (problem.left < 0 or problem.right == 0)
+        and problem.left < _MAX_WINDOW
         and problem.right in (-1, 0)
         and 0 not in (problem.batches, problem.queries, problem.keys)
         and problem.batches * problem.heads * (problem.queries + _PAIR) * MAX_SUMS < 2**31
@@ -119,7 +122,8 @@ def supports(problem: AttentionProblem) -> bool:
 
 def supports_backward(problem: AttentionProblem) -> bool:
     """Whether the backward pass of a problem can be run."""
-    return supports(problem) and has_sm90_backward(problem.dim, problem.value_dim)
+    plain = problem.left < 0 and problem.sinks is None
+    return plain and supports(problem) and has_sm90_backward(problem.dim, problem.value_dim)
 
 
 def _is_tma_copyable(x: Tensor) -> bool:
@@ -228,6 +232,15 @@ def key_blocks(first, keys, diagonal, QUERIES: gl.constexpr, KEYS: gl.constexpr,
 
 
 @gluon.jit
+def first_key_block(first, visible, diagonal, left, KEYS: gl.constexpr, WINDOWED: gl.constexpr):
+    """The first block of keys that queries from `first` on see, of so many; with a window, not all see all of it."""
+    block = 0
+    if WINDOWED:
+        block = gl.minimum(gl.maximum(first + diagonal - left, 0) // KEYS, visible - 1)
+    return block
+
+
+@gluon.jit
 def _copy_parts(parts, batch, head, row, barrier, rings, slot, DIM: gl.constexpr):
     """Starts to copy the columns of a tile into a slot, those of each part into its ring."""
     for part in gl.static_range(part_count(DIM)):
@@ -239,11 +252,11 @@ def _copy_parts(parts, batch, head, row, barrier, rings, slot, DIM: gl.constexpr
 def _load_forward(
     query, key, value, rings, barriers, sizes, QUERIES: gl.constexpr, KEYS: gl.constexpr, CONSUMERS: gl.constexpr,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
     """The producer: copies the queries of each tile, and its keys and values, the last blocks first."""
     query_rings, key_rings, value_rings, _result_tiles = rings
-    _queries, keys, heads, group, blocks, tiles, together, diagonal = sizes
+    _queries, keys, heads, group, blocks, tiles, together, diagonal, left = sizes
     query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
     count = 0  # blocks of keys so far, of all tiles
     for number in range(round_count(tiles, SNAKE)):
@@ -251,6 +264,7 @@ def _load_forward(
         batch = head_index // heads
         head = head_index % heads
         visible, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, CAUSAL)
+        begin = first_key_block(block * QUERIES, visible, diagonal, left, KEYS, WINDOWED)
         # queries, one tile for each consumer
         mbarrier.wait(query_empty, (number & 1) ^ 1)
         mbarrier.expect(query_full, QUERIES * DIM * BYTES)
@@ -258,7 +272,7 @@ def _load_forward(
             row = block * QUERIES + consumer * ROWS
             _copy_parts(query, batch, head, row, query_full, query_rings, consumer, DIM)
         # keys and values, as slots of the rings become empty
-        for step in range(visible):
+        for step in range(visible - begin):
             row = (visible - 1 - step) * KEYS
             slot = count % KEY_STAGES
             mbarrier.wait(key_empty.index(slot), ((count // KEY_STAGES) & 1) ^ 1)
@@ -273,8 +287,8 @@ def _load_forward(
 
 @gluon.jit
 def _softmax_weights(
-    scores, maximum, total, factor, first, column, keys, diagonal,
-    KEYS: gl.constexpr, LAYOUT: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    scores, maximum, total, factor, first, column, keys, diagonal, left,
+    KEYS: gl.constexpr, LAYOUT: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Online softmax of scores (ROWS, KEYS): weights, new maximum, new total, and the factor of earlier results."""
     if MASKED:
@@ -284,6 +298,9 @@ def _softmax_weights(
         if CAUSAL:
             end = gl.minimum(end, query_index + (first + diagonal + 1 - column))
         scores = gl.where(key_index[None, :] < end[:, None], scores, -float("inf"))
+        if WINDOWED:
+            start = query_index + (first + diagonal - left - column)
+            scores = gl.where(key_index[None, :] >= start[:, None], scores, -float("inf"))
     new_maximum = gl.maximum(maximum, gl.max(scores, 1) * factor)  # (ROWS,)
     base = new_maximum
     if MASKED:  # a query that has seen no key yet
@@ -368,9 +385,10 @@ def _scaled(accumulators, factors, VALUE_DIM: gl.constexpr):
 
 @gluon.jit
 def _forward_step(
-    rings, barriers, weights, accumulators, maximum, total, factor, last, count, first, column, keys, diagonal,
+    rings, barriers, weights, accumulators, maximum, total, factor, last, count, first, column, keys, diagonal, left,
     CONSUMER: gl.constexpr, KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
-    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr,
+    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """Starts the scores of this block and O += P V of the previous one, and computes the weights of this one."""
     query_rings, key_rings, value_rings, _result_tiles = rings
@@ -388,7 +406,7 @@ def _forward_step(
     mbarrier.arrive(key_empty.index(slot), count=1)
     mbarrier.arrive(query_empty, count=1, pred=last)
     new_weights, maximum, total, rescale = _softmax_weights(
-        scores, maximum, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, MASKED
+        scores, maximum, total, factor, first, column, keys, diagonal, left, KEYS, layout, CAUSAL, WINDOWED, MASKED
     )
     accumulators = _wait_for_results(products, 0, VALUE_DIM)
     mbarrier.arrive(value_empty.index(previous), count=1)
@@ -397,17 +415,10 @@ def _forward_step(
 
 
 @gluon.jit
-def _skip_hidden_blocks(
-    count, tile, sizes, barriers, CONSUMER: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
-    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
-):  # fmt: skip
-    """Releases the first blocks of a tile, which only later queries of other consumers see."""
-    _queries, keys, _heads, _group, blocks, _tiles, together, diagonal = sizes
+def _release_blocks(count, number, barriers, KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr):
+    """Releases the next blocks, which only other consumers see."""
     _query_full, _query_empty, key_full, key_empty, value_full, value_empty = barriers
-    block, _head_index = block_and_head(tile, blocks, together, True)
-    visible, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, True)
-    own, _full = key_blocks(block * QUERIES + CONSUMER * ROWS, keys, diagonal, ROWS, KEYS, True)
-    for _ in range(visible - own):
+    for _ in range(number):
         slot = count % KEY_STAGES
         mbarrier.wait(key_full.index(slot), (count // KEY_STAGES) & 1)
         mbarrier.arrive(key_empty.index(slot), count=1)
@@ -416,6 +427,19 @@ def _skip_hidden_blocks(
         mbarrier.arrive(value_empty.index(slot), count=1)
         count += 1
     return count
+
+
+@gluon.jit
+def _skip_hidden_blocks(
+    count, tile, sizes, barriers, CONSUMER: gl.constexpr, QUERIES: gl.constexpr, KEYS: gl.constexpr,
+    KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Releases the first blocks of a tile, which only later queries of other consumers see."""
+    _queries, keys, _heads, _group, blocks, _tiles, together, diagonal, _left = sizes
+    block, _head_index = block_and_head(tile, blocks, together, True)
+    visible, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, True)
+    own, _full = key_blocks(block * QUERIES + CONSUMER * ROWS, keys, diagonal, ROWS, KEYS, True)
+    return _release_blocks(count, visible - own, barriers, KEY_STAGES, VALUE_STAGES)
 
 
 @gluon.jit
@@ -447,13 +471,14 @@ def _store_part(result, batch, head, row, column, x, tile, WIDTH: gl.constexpr, 
 
 @gluon.jit
 def _consume_forward(
-    CONSUMER: gl.constexpr, result, lse, rings, barriers, factor, sizes, QUERIES: gl.constexpr,
+    CONSUMER: gl.constexpr, result, lse, sinks, rings, barriers, factor, sizes, QUERIES: gl.constexpr,
     KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, KEY_STAGES: gl.constexpr,
-    VALUE_STAGES: gl.constexpr, STORED: gl.constexpr, CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
+    VALUE_STAGES: gl.constexpr, STORED: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
+    SINKS: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: results and log-sum-exp of 64 queries of each tile."""
     query_rings, key_rings, value_rings, result_tiles = rings
-    queries, keys, heads, _group, blocks, tiles, together, diagonal = sizes
+    queries, keys, heads, _group, blocks, tiles, together, diagonal, left = sizes
     query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
     layout: gl.constexpr = wgmma_layout(KEYS)
     rounds = round_count(tiles, SNAKE)
@@ -470,46 +495,98 @@ def _consume_forward(
         block, head_index = block_and_head(tile_of_round(number, SNAKE), blocks, together, CAUSAL)
         first = block * QUERIES + CONSUMER * ROWS
         visible, full = key_blocks(first, keys, diagonal, ROWS, KEYS, CAUSAL)
+        begin = first_key_block(first, visible, diagonal, left, KEYS, WINDOWED)
+        steps = visible - begin
+        seen_by_all = 0  # the first block of which all queries see the first key
+        if WINDOWED:
+            seen_by_all = gl.minimum(gl.cdiv(gl.maximum(first + ROWS - 1 + diagonal - left, 0), KEYS), visible)
         maximum = gl.full([ROWS], -float("inf"), gl.float32, layout=gl.SliceLayout(1, layout))
         total = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout))
+        if SINKS:  # a key without a value
+            sink = gl.load(sinks + head_index % heads).to(gl.float32) * LOG2_E
+            maximum = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout)) + sink
+            total = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, layout))
         accumulators = _zero_sums(VALUE_DIM)
 
         # the weights of the first block, which is the last of the keys
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
         mbarrier.arrive(key_empty.index(count % KEY_STAGES), count=1)
-        mbarrier.arrive(query_empty, count=1, pred=visible == 1)
+        mbarrier.arrive(query_empty, count=1, pred=steps == 1)
         column = (visible - 1) * KEYS
-        if visible > full:
+        masked = visible > full
+        if WINDOWED:
+            masked = masked | (seen_by_all == visible)
+        if masked:
             new_weights, maximum, total, _rescale = _softmax_weights(
-                scores, maximum, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, True
+                scores,
+                maximum,
+                total,
+                factor,
+                first,
+                column,
+                keys,
+                diagonal,
+                left,
+                KEYS,
+                layout,
+                CAUSAL,
+                WINDOWED,
+                True,
             )
         else:
             new_weights, maximum, total, _rescale = _softmax_weights(
-                scores, maximum, total, factor, first, column, keys, diagonal, KEYS, layout, CAUSAL, False
+                scores,
+                maximum,
+                total,
+                factor,
+                first,
+                column,
+                keys,
+                diagonal,
+                left,
+                KEYS,
+                layout,
+                CAUSAL,
+                WINDOWED,
+                False,
             )
         weights = _packed(new_weights, KEYS, result.dtype)
         count += 1
 
-        # blocks that need a mask, and then those that do not
-        for step in range(1, visible - full):
+        # blocks that need a mask, those that do not, and those at the other end of a window
+        for step in range(1, gl.minimum(visible - full, steps)):
             weights, accumulators, maximum, total = _forward_step(
-                rings, barriers, weights, accumulators, maximum, total, factor, step == visible - 1, count, first,
-                column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES,
-                CAUSAL, True,
+                rings, barriers, weights, accumulators, maximum, total, factor, step == steps - 1, count, first,
+                column - step * KEYS, keys, diagonal, left, CONSUMER, KEYS, DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES,
+                CAUSAL, WINDOWED, True,
             )  # fmt: skip
             count += 1
-        for step in range(gl.maximum(visible - full, 1), visible):
+        for step in range(gl.maximum(visible - full, 1), gl.minimum(visible - seen_by_all, steps)):
             weights, accumulators, maximum, total = _forward_step(
-                rings, barriers, weights, accumulators, maximum, total, factor, step == visible - 1, count, first,
-                column - step * KEYS, keys, diagonal, CONSUMER, KEYS, DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES,
-                CAUSAL, False,
+                rings, barriers, weights, accumulators, maximum, total, factor, step == steps - 1, count, first,
+                column - step * KEYS, keys, diagonal, left, CONSUMER, KEYS, DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES,
+                CAUSAL, WINDOWED, False,
             )  # fmt: skip
             count += 1
+        if WINDOWED:
+            for step in range(gl.maximum(visible - gl.minimum(full, seen_by_all), 1), steps):
+                weights, accumulators, maximum, total = _forward_step(
+                    rings, barriers, weights, accumulators, maximum, total, factor, step == steps - 1, count, first,
+                    column - step * KEYS, keys, diagonal, left, CONSUMER, KEYS, DIM, VALUE_DIM, KEY_STAGES,
+                    VALUE_STAGES, CAUSAL, WINDOWED, True,
+                )  # fmt: skip
+                count += 1
 
         # O += P V of the last block
         last = (count - 1) % VALUE_STAGES
         mbarrier.wait(value_full.index(last), ((count - 1) // VALUE_STAGES) & 1)
         products = _start_results(weights, value_rings, last, accumulators, KEYS, VALUE_DIM)
+        if WINDOWED:  # blocks that only earlier queries see may need the place of the last one
+            accumulators = _wait_for_results(products, 0, VALUE_DIM)
+            mbarrier.arrive(value_empty.index(last), count=1)
+            of_tile, _full = key_blocks(block * QUERIES, keys, diagonal, QUERIES, KEYS, CAUSAL)
+            behind = begin - first_key_block(block * QUERIES, of_tile, diagonal, left, KEYS, WINDOWED)
+            count = _release_blocks(count, behind, barriers, KEY_STAGES, VALUE_STAGES)
         # the first scores of the next tile; after the last tile they are garbage, and nobody waits for their keys
         more = number + 1 < rounds
         if CAUSAL and more:
@@ -520,8 +597,9 @@ def _consume_forward(
         mbarrier.wait(query_full, (number + 1) & 1, pred=more)
         mbarrier.wait(key_full.index(count % KEY_STAGES), (count // KEY_STAGES) & 1, pred=more)
         next_scores = _start_scores(query_rings, key_rings, count % KEY_STAGES, CONSUMER, KEYS, DIM, layout)
-        accumulators = _wait_for_results(products, part_count(DIM), VALUE_DIM)
-        mbarrier.arrive(value_empty.index(last), count=1)
+        if not WINDOWED:
+            accumulators = _wait_for_results(products, part_count(DIM), VALUE_DIM)
+            mbarrier.arrive(value_empty.index(last), count=1)
 
         # normalize and store, the result through shared memory
         inverse = gl.where(total == 0.0, 0.0, 1.0 / total)  # a query that sees no key has zeros
@@ -538,13 +616,13 @@ def _consume_forward(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "blocks", "tiles", "together", "diagonal"])
+@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "blocks", "tiles", "together", "diagonal", "left"])
 def attention_sm90_kernel(
-    lse, query, key, value, result, query_rest, key_rest, value_rest, factor,
-    queries, keys, heads, group, blocks, tiles, together, diagonal,
+    lse, query, key, value, result, query_rest, key_rest, value_rest, sinks, factor,
+    queries, keys, heads, group, blocks, tiles, together, diagonal, left,
     KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, STORED: gl.constexpr,
-    CAUSAL: gl.constexpr, SNAKE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, SINKS: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
     """The forward pass. Tensors are descriptors of [batch, heads, tokens, dim], except lse, [batch, heads, queries].
 
@@ -578,7 +656,7 @@ def attention_sm90_kernel(
     fence_async_shared()
     barriers = (query_full, query_empty, key_full, key_empty, value_full, value_empty)
     rings = (query_rings, key_rings, value_rings, result_tiles)
-    sizes = (queries, keys, heads, group, blocks, tiles, together, diagonal)
+    sizes = (queries, keys, heads, group, blocks, tiles, together, diagonal, left)
     # Gluon does not compile a list of partitions that is composed
     if CONSUMERS == 2:
         gl.warp_specialize(
@@ -586,22 +664,22 @@ def attention_sm90_kernel(
                 (
                     _consume_forward,
                     (
-                        0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
-                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                        0, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _consume_forward,
                     (
-                        1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
-                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                        1, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _load_forward,
                     (
                         query_parts, key_parts, value_parts, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS,
-                        DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES, CAUSAL, SNAKE,
+                        DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES, CAUSAL, WINDOWED, SNAKE,
                     ),
                 ),
             ],
@@ -614,29 +692,29 @@ def attention_sm90_kernel(
                 (
                     _consume_forward,
                     (
-                        0, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
-                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                        0, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _consume_forward,
                     (
-                        1, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
-                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                        1, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _consume_forward,
                     (
-                        2, result, lse, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
-                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, SNAKE,
+                        2, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _load_forward,
                     (
                         query_parts, key_parts, value_parts, rings, barriers, sizes, QUERIES, KEYS, CONSUMERS,
-                        DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES, CAUSAL, SNAKE,
+                        DIM, VALUE_DIM, KEY_STAGES, VALUE_STAGES, CAUSAL, WINDOWED, SNAKE,
                     ),
                 ),
             ],
@@ -654,7 +732,8 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     dim, value_dim = tile_dim(problem.dim), tile_dim(problem.value_dim)
     config = sm90_config(dim, causal, problem.queries, device)
     tiles_of = sm90_tiles(dim, value_dim)
-    blocks = triton.cdiv(problem.queries, config.consumers * _WARPGROUP_ROWS)
+    consumers = 2 if problem.left >= 0 else config.consumers  # three have no registers for the loops of a window
+    blocks = triton.cdiv(problem.queries, consumers * _WARPGROUP_ROWS)
     heads = problem.batches * problem.heads
     tiles = blocks * heads
     programs = min(processors(device), tiles) if config.persistent else tiles
@@ -664,11 +743,12 @@ def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     launch(
         attention_sm90_kernel, (programs, 1, 1), lse, query, key, value,
         _tile_descriptor(result, _WARPGROUP_ROWS, tiles_of.stored), query_rest, key_rest, value_rest,
-        problem.scale * math.log2(math.e),
+        lse if problem.sinks is None else problem.sinks, problem.scale * math.log2(math.e),
         problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, math.gcd(config.together, heads),
-        _diagonal_offset(problem),
-        tiles_of.keys, dim, value_dim, config.consumers, tiles_of.key_stages, tiles_of.value_stages, tiles_of.stored,
-        causal, causal and config.persistent, warps=4, registers=168 if config.consumers == 2 else 128,
+        _diagonal_offset(problem), max(problem.left, 0),
+        tiles_of.keys, dim, value_dim, consumers, tiles_of.key_stages, tiles_of.value_stages, tiles_of.stored,
+        causal, problem.left >= 0, problem.sinks is not None, causal and config.persistent,
+        warps=4, registers=168 if consumers == 2 else 128,
     )  # fmt: skip
     return result, lse
 
