@@ -27,6 +27,7 @@ import torch
 
 from nearpeak.errors import KernelUnavailable
 from nearpeak.kernels._runtime.policy import cuda_capability
+from nearpeak.kernels._runtime.replay import active_recording
 
 BACKENDS = ("nearpeak", "gluon", "triton", "torch", "cudnn", "flash")
 """What may be forced. "nearpeak" is the faster one of "gluon" and "triton", "torch" that of "cudnn" and "flash", which
@@ -114,7 +115,12 @@ class Chooser:
     def known(self, key: Hashable) -> str | None:
         """The backend that was chosen for this key; None if `choose` has to be asked."""
         choice = None if _forced or _thread_state.explains else self._choices.get(key)
-        return None if choice is None else choice.backend
+        if choice is None:
+            return None
+        recording = active_recording()
+        if recording is not None:
+            recording.backends.add(choice.backend)
+        return choice.backend
 
     def choose(self, key: Hashable, candidates: Sequence[str], values: Sequence[float], device: torch.device) -> str:
         """The backend for a call, which is remembered by the key: all that candidates and features depend on.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 
 from nearpeak.errors import KernelUnavailable, UsageError, did_you_mean
-from nearpeak.kernels._runtime.replay import ReplayCache
+from nearpeak.kernels._runtime.replay import FindNative, ReplayCache
 
 if TYPE_CHECKING:
     from nearpeak.kernels._runtime.choice import Choice
@@ -29,6 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter on CPU tensors: slow, for tests."""
 VENDORS = ("nvidia",)
 """Vendors of the GPUs that operations have kernels for."""
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _VENDOR = "nvidia" if torch.version.hip is None else "amd"
 _OLDEST = (8, 0)
 _HOPPER = (9, 0)
@@ -155,6 +156,7 @@ def fused(
     why_not: Callable[..., str | None],
     replayable: bool = True,
     has_choice: bool = False,
+    native: FindNative | None = None,
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Makes a function run its own body if `why_not` returns no reason against it, and `reference` otherwise.
 
@@ -164,16 +166,18 @@ def fused(
         replayable: Whether the arguments alone determine what the body does. False if it depends on autocast, for
             example: then calls are never replayed.
         has_choice: Whether its operator has several backends, of which `supports` names the one that runs.
+        native: The function of torch that does the same as a call with these arguments that chose torch's backend, or
+            None. Without gradients it is called directly then.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        replays = ReplayCache()
+        replays = ReplayCache(native, replays=replayable)
 
         @functools.wraps(function)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             if _mode == "off":
                 return reference(*args, **kwargs)  # type: ignore[no-any-return]
-            if replayable:
+            if replayable or (native and not torch.compiler.is_compiling() and not _is_any_autocast_enabled()):
                 return replays.call(dispatch, args, kwargs)  # type: ignore[no-any-return]
             return dispatch(*args, **kwargs)
 

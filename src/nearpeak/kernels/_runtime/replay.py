@@ -3,7 +3,8 @@
 Shapes, strides, dtypes, alignment and options of the arguments determine what a function of this package does. Deciding
 takes several times as long as a launch. The second call with the same signature is therefore recorded: the tensors that
 it allocates and the kernels that it launches. Later calls with this signature replay that. A call that does anything
-else, such as copying a tensor first, is never replayed.
+else, such as copying a tensor first, is never replayed. Where a function of torch does the same as a call that chose
+torch's backend, later calls are calls of that function.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ _dispatch_mode_count = torch._C._len_torch_dispatch_stack
 _functorch_interpreter = torch._C._functorch.peek_interpreter_stack
 _is_profiler_enabled = torch._C._autograd._profiler_enabled
 
+FindNative = Callable[..., Callable[..., Any] | None]
+"""The function of torch that does the same as a call with these arguments by torch's backend, or None."""
 StartKernel = Callable[[tuple[int, int, int], int, Sequence[Any]], None]
 """Starts a kernel, by its grid, the stream and the arguments, with pointers in place of tensors."""
 
@@ -134,15 +137,21 @@ def _call_signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
 
 
 class ReplayCache:
-    """The replays of one function, by the signature of its calls."""
+    """The replays of one function, by the signature of its calls.
+
+    Args:
+        native: Finds the function of torch to call in place of one that chose torch's backend.
+        replays: Whether other calls are replayed.
+    """
 
     enabled: ClassVar[bool] = os.environ.get("TRITON_INTERPRET") != "1"
     """Interpreted kernels have no pointers."""
     device: ClassVar[str] = "cuda"
     """The device type that kernels run on."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Replay | str] = {}
+    def __init__(self, native: FindNative | None = None, *, replays: bool = True) -> None:
+        self._native, self._replays = native, replays
+        self._known: dict[tuple[Any, ...], Replay | Callable[..., Any] | str] = {}
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`, replayed if torch runs eagerly, no gradient is needed and nothing observes it.
@@ -167,6 +176,8 @@ class ReplayCache:
                 return replay.run(addresses)
         elif replay is _SEEN_ONCE:
             return self._record(key, function, args, kwargs)
+        elif callable(replay):
+            return replay(*args, **kwargs)
         elif replay is None and any(getattr(element, "type", None) == self.device for element in key):
             if len(self._known) >= _MOST_REPLAYS:
                 self._known.clear()
@@ -186,7 +197,10 @@ class ReplayCache:
                 result = function(*args, **kwargs)
         finally:
             _thread_state.recording = None
-        self._known[key] = recorder.replay(result) or _NOT_REPLAYABLE
+        replay: Replay | Callable[..., Any] | None = recorder.replay(result) if self._replays else None
+        if replay is None and self._native is not None and recorder.backends == {"torch"}:
+            replay = self._native(*args, **kwargs)
+        self._known[key] = replay or _NOT_REPLAYABLE
         return result
 
 
@@ -203,6 +217,8 @@ class CallRecorder(TorchDispatchMode):
         self._allocations: list[Callable[[], Tensor]] = []
         self._launches: list[RecordedLaunch] = []
         self._is_replayable = True
+        self.backends: set[str] = set()
+        """What the operations of the call chose."""
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -8,6 +8,7 @@ backward pass turns the gradient into that of the product (two or three tensors 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -305,7 +306,17 @@ def _allows_tf32() -> bool:
 _allows_tf32._dynamo_marked_constant = True  # type: ignore[attr-defined]  # compiled code is guarded by it anyway
 
 
-@fused(reference=gemm_reference, why_not=_why_not, replayable=False, has_choice=True)
+def _native(x: Tensor, weight: Tensor, **options: Any) -> Callable[..., Tensor] | None:
+    """torch's linear, for a product without an epilogue."""
+    bias = options.get("bias")
+    if options.get("activation") or options.get("residual") is not None or x.dtype in FP8_DTYPES:
+        return None
+    if options.get("out_dtype") not in (None, x.dtype) or (bias is not None and bias.dtype != x.dtype):
+        return None
+    return lambda x, weight, *, bias=None, **_: torch.nn.functional.linear(x, weight, bias)
+
+
+@fused(reference=gemm_reference, why_not=_why_not, replayable=False, has_choice=True, native=_native)
 def gemm(
     x: Tensor, weight: Tensor, *, bias: Tensor | None = None, activation: Activation | None = None,
     gated: bool = False, residual: Tensor | None = None, scale_x: Tensor | None = None,

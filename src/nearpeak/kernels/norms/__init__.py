@@ -10,6 +10,7 @@ model that adds and normalizes in two steps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -209,7 +210,16 @@ _layer_norm = Operator(
 )
 
 
-@fused(reference=rms_norm_reference, why_not=_why_not_rms_norm, has_choice=True)
+def _native_rms_norm(*args: Any, **options: Any) -> Callable[..., Tensor]:
+    """torch's backend is chosen only for arguments that this takes."""
+    return lambda x, weight=None, *, eps=1e-6, **_: functional.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+def _native_layer_norm(*args: Any, **options: Any) -> Callable[..., Tensor]:
+    return lambda x, weight=None, bias=None, *, eps=1e-5: functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+@fused(reference=rms_norm_reference, why_not=_why_not_rms_norm, has_choice=True, native=_native_rms_norm)
 def rms_norm(
     x: Tensor, weight: Tensor | None = None, *, bias: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> Tensor:
@@ -228,7 +238,7 @@ def rms_norm(
     return _rms_norm(x, weight, bias, eps, offset)[0]  # type: ignore[no-any-return]
 
 
-@fused(reference=layer_norm_reference, why_not=_why_not_layer_norm, has_choice=True)
+@fused(reference=layer_norm_reference, why_not=_why_not_layer_norm, has_choice=True, native=_native_layer_norm)
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, eps: float = 1e-5) -> Tensor:
     """(x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over the last dimension, computed in float32.
 
