@@ -9,9 +9,12 @@ import torch
 import nearpeak
 from nearpeak.bound.dataflow import touches_in, touches_of
 from nearpeak.bound.estimate import estimate_trace
+from nearpeak.ops import op_classes
 from nearpeak.ops.cost import Cost, cost_of, costs_of
 from nearpeak.ops.declare import declare_cost, forget_cost
+from nearpeak.ops.op import Op
 from nearpeak.ops.op_classes import classify_ops
+from nearpeak.ops.tensor import Tensor
 from nearpeak.trace.fake import fake
 from nearpeak.trace.trace import trace
 
@@ -88,3 +91,20 @@ def test_a_cost_that_is_declared_later_counts():
     finally:
         forget_cost(product.name)
     assert costs_of([product])[0] == before
+
+
+def test_the_signature_of_an_op_is_made_once(monkeypatch):
+    x = Tensor(shape=(4,), strides=(1,), dtype="float32", storage=7)
+    ops = [
+        Op(name="aten.relu.default", arguments={"self": x}, outputs=(dataclasses.replace(x, storage=8 + i),))
+        for i in range(3)
+    ]
+    odd = Op(name="aten.relu.default", arguments={"self": x, "list": [{}]}, outputs=(x,))  # cannot be looked up
+    first = classify_ops([*ops, odd])
+    assert first.kinds == (0, 0, 0, 1)
+    monkeypatch.setattr(op_classes, "_content", None)
+    again = classify_ops([*ops, odd])
+    assert again == first
+    assert [memo is before for memo, before in zip(again.memos, first.memos, strict=True)] == [True, True]
+    flagged = dataclasses.replace(ops[0], tf32_convolutions=False)
+    assert not hasattr(flagged, "form")

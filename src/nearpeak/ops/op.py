@@ -67,7 +67,10 @@ def is_graph_launch(name: str) -> bool:
 
 
 class OpSignature:
-    """The identity of an op apart from its storages, its position and its flags. The recorder makes these."""
+    """The identity of an op apart from its storages, its position and its flags.
+
+    The recorder makes these for ops on fake tensors, `classify_ops` for others.
+    """
 
     __slots__ = ("memos",)
 
@@ -77,7 +80,7 @@ class OpSignature:
 
 
 class _HasSignature:
-    """Has room for the recorder's note: the signature of the op and the numbers of its storages.
+    """Has room for a note: the signature of the op and the numbers of its storages.
 
     A copy of an op, by `dataclasses.replace` or otherwise, does not have it.
     """

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from nearpeak.ops.op import Op
+from nearpeak.ops.op import Op, OpSignature
 from nearpeak.ops.tensor import Tensor
 
 
@@ -29,8 +29,9 @@ class OpClasses:
 
 
 def classify_ops(ops: Iterable[Op]) -> OpClasses:
-    """The kinds of these ops."""
+    """The kinds of these ops. An op keeps its signature, so that it is made once."""
     known: dict[Any, int] = {}
+    signatures: dict[Any, OpSignature] = {}
     kinds: list[int] = []
     used: list[tuple[int, ...]] = []
     firsts: list[int] = []
@@ -38,27 +39,29 @@ def classify_ops(ops: Iterable[Op]) -> OpClasses:
     for index, op in enumerate(ops):
         signature = getattr(op, "form", None)
         if signature is None:
-            key, storages = _key(op)
+            content, storages = _content(op)
+            try:
+                form = signatures.setdefault(content, OpSignature())
+            except TypeError:  # an argument that cannot be looked up
+                form = OpSignature()
+            object.__setattr__(op, "form", (form, storages))
         else:
             form, storages = signature
-            flags = (op.tf32_products, op.tf32_convolutions)
-            key = (form, flags)
-        try:
-            kind = known.get(key)
-        except TypeError:  # an argument that cannot be looked up
-            kind, key = None, index
+        flags = (op.tf32_products, op.tf32_convolutions)
+        key = (form, flags)
+        kind = known.get(key)
         if kind is None:
             kind = known[key] = len(firsts)
             firsts.append(index)
-            memos.append({} if signature is None else form.memos.setdefault(flags, {}))
+            memos.append(form.memos.setdefault(flags, {}))
         kinds.append(kind)
         used.append(storages)
     return OpClasses(tuple(kinds), tuple(used), tuple(firsts), tuple(memos))
 
 
-def _key(op: Op) -> tuple[Any, tuple[int, ...]]:
+def _content(op: Op) -> tuple[Any, tuple[int, ...]]:
     storages: dict[int, int] = {}
-    form: list[Any] = [op.name, op.mutated, op.tf32_products, op.tf32_convolutions, *op.arguments]
+    form: list[Any] = [op.name, op.mutated, *op.arguments]
     for value in op.arguments.values():
         _form(value, form, storages)
     form.append(None)
