@@ -10,7 +10,7 @@ import torch
 from nearpeak.trace import python_time
 from nearpeak.trace.guard import Guard
 from nearpeak.trace.live import LiveTrace
-from nearpeak.trace.python_time import PythonTime, line_of_sample, own_seconds
+from nearpeak.trace.python_time import PythonTime, own_seconds, sampled_stack
 from nearpeak.trace.source import user_line
 from nearpeak.trace.trace import trace
 
@@ -51,15 +51,18 @@ def here():
     return sys._getframe()
 
 
-def test_a_sample_is_of_the_users_line_with_its_caller_or_of_torch_or_of_nearpeak():
+def test_a_sample_has_the_users_lines_and_nothing_if_torch_runs():
     line = here.__code__.co_firstlineno + 1
-    sampled, caller = line_of_sample(here()), sys._getframe().f_lineno
-    assert sampled == f"test_python_time.py:{line}, called from test_python_time.py:{caller}"
+    stack, caller = sampled_stack(here()), sys._getframe().f_lineno
+    assert stack[0] == (f"test_python_time.py:{line}", {line - 1, line})
+    assert stack[1].line == f"test_python_time.py:{caller}"
+    assert stack[1].is_in_function_of(f"test_python_time.py:{caller + 1}")
+    assert not stack[0].is_in_function_of(f"test_python_time.py:{caller}")
     (in_torch,) = torch.utils._pytree.tree_map(lambda _: sys._getframe(1), [0])
-    assert line_of_sample(in_torch) == ""
+    assert sampled_stack(in_torch) == ()
     in_nearpeak = Guard().call(lambda: sys._getframe(1))
-    assert line_of_sample(in_nearpeak) is None
-    assert line_of_sample(None) is None
+    assert sampled_stack(in_nearpeak) is None
+    assert sampled_stack(None) is None
 
 
 def nested(rows):
@@ -83,18 +86,18 @@ def test_a_loop_that_begins_again_is_at_its_first_line():
 def spin(measured):
     """Python, until the sampler has seen some of it."""
     until = time.monotonic() + 20.0
-    while not any(map(is_in_spin, list(measured._lines.get(measured._op, ())))) and time.monotonic() < until:
+    while not any(map(is_in_spin, list(measured._stacks.get(measured._op, ())))) and time.monotonic() < until:
         sum(range(100))
     time.sleep(python_time.MIN_STRETCH_S)
 
 
-def is_in_spin(line):
+def is_in_spin(stack):
     first = spin.__code__.co_firstlineno
-    return line.startswith(tuple(f"test_python_time.py:{first + row}," for row in range(6)))
+    return any(first in item.lines and item.line.startswith("test_python_time.py:") for item in stack)
 
 
 def check(recorded):
-    (stretch,) = (stretch for stretch in recorded.python.values() if any(map(is_in_spin, stretch.lines)))
+    (stretch,) = (stretch for stretch in recorded.python.values() if any(map(is_in_spin, stretch.stacks)))
     assert stretch.seconds > 0.0
 
 

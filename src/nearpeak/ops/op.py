@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Literal, NamedTuple
 
 from nearpeak.ops.fast_init import fast_init
 from nearpeak.ops.graph import GraphReplay
@@ -201,8 +201,20 @@ class Padding:
     """The mean length of the rows without their padding."""
 
 
-CALLED_FROM: Final = ", called from "
-"""Between a line and the one that called its function."""
+class StackLine(NamedTuple):
+    """A line of the user's own on the stack, and the lines of the function that it is in."""
+
+    line: str
+    lines: frozenset[int]
+
+    def is_in_function_of(self, line: str) -> bool:
+        """Whether the function has another line, as far as its file and its lines say.
+
+        >>> StackLine("train.py:18", frozenset({16, 18, 19})).is_in_function_of("train.py:19")
+        True
+        """
+        file, _, number = line.rpartition(":")
+        return file == self.line.rpartition(":")[0] and number.isdecimal() and int(number) in self.lines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,9 +223,8 @@ class PythonStretch:
 
     seconds: float
     """In which the thread ran, or waited by its own will: not while another one had its processor."""
-    lines: Mapping[str, int]
-    """How often each line of the user's own was seen to run, or a library that it called; with `CALLED_FROM` and the
-    line that called its function. "" is for torch's own code."""
+    stacks: Mapping[tuple[StackLine, ...], int]
+    """How often each stack was seen: lines of the user's own, the innermost first. () is for torch's own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

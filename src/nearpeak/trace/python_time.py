@@ -8,18 +8,19 @@ program is instrumented.
 from __future__ import annotations
 
 import _thread
+import functools
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
-from nearpeak.ops.op import CALLED_FROM, PythonStretch
-from nearpeak.trace.source import UserLines, is_nearpeak_file, is_torch_file
+from nearpeak.ops.op import PythonStretch, StackLine
+from nearpeak.trace.source import is_nearpeak_file, is_torch_file, own_line
 
 try:
     from resource import RUSAGE_THREAD, getrusage
@@ -27,6 +28,8 @@ except ImportError:  # not on every system
     getrusage = None  # type: ignore[assignment]
 
 SAMPLE_INTERVAL_S = 5e-4
+MAX_STACK = 8
+"""Lines of a sample."""
 MIN_STRETCH_S = 1e-4
 """Shorter times between ops are those of calling them."""
 
@@ -44,7 +47,7 @@ class PythonTime:
         self._op = 0
         """The index of the next op."""
         self._seconds: dict[int, float] = {}
-        self._lines: dict[int, Counter[str]] = {}
+        self._stacks: dict[int, Counter[tuple[StackLine, ...]]] = {}
         self._left = _read_clocks()
 
     def op_begins(self, index: int) -> None:
@@ -85,37 +88,36 @@ class PythonTime:
     def stretches(self) -> dict[int, PythonStretch]:
         """The stretches before ops, by the index of the op."""
         return {
-            op: PythonStretch(seconds=seconds, lines=dict(self._lines.get(op, {})))
+            op: PythonStretch(seconds=seconds, stacks=dict(self._stacks.get(op, {})))
             for op, seconds in self._seconds.items()
         }
 
     def _sample(self) -> None:
         while not self._running.acquire(timeout=SAMPLE_INTERVAL_S):
-            line = line_of_sample(sys._current_frames().get(self._thread))
-            if line is not None:
-                self._lines.setdefault(self._op, Counter())[line] += 1
+            stack = sampled_stack(sys._current_frames().get(self._thread))
+            if stack is not None:
+                self._stacks.setdefault(self._op, Counter())[stack] += 1
         self._running.release()
 
 
-def line_of_sample(frame: FrameType | None) -> str | None:
-    """The line of the user's own that runs, and after it the one that called it, if that is another.
-
-    "" if it is torch that runs, and None if it is nearpeak.
-    """
+def sampled_stack(frame: FrameType | None) -> tuple[StackLine, ...] | None:
+    """The lines of the user's own that run, the innermost first; () if it is torch that runs, and None if nearpeak."""
     if frame is None or is_nearpeak_file(frame.f_code.co_filename):
         return None
-    if is_torch_file(frame.f_code.co_filename):
-        return ""
-    line, caller = _own_line(frame), ""
-    while frame is not None and caller in ("", line):
+    stack: list[StackLine] = []
+    in_torch = is_torch_file(frame.f_code.co_filename)
+    while frame is not None and len(stack) < MAX_STACK and not in_torch:
+        line = own_line(frame)
+        if line:
+            stack.append(StackLine(line, _lines_of(frame.f_code)))
         frame = frame.f_back
-        caller = _own_line(frame)
-    return f"{line}{CALLED_FROM}{caller}" if line and caller else line
+    return tuple(stack)
 
 
-def _own_line(frame: FrameType | None) -> str:
-    line, _, caller = UserLines().nearest(frame)
-    return caller or line
+@functools.lru_cache(maxsize=512)
+def _lines_of(code: CodeType) -> frozenset[int]:
+    """Its own lines: those of functions inside of it are theirs."""
+    return frozenset(line for _, _, line in code.co_lines() if line is not None)
 
 
 Clocks = tuple[float, float, int]

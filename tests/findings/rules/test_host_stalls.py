@@ -1,7 +1,7 @@
 import pytest
 from stalled import CPU, GPU, findings, idle, placed
 
-from nearpeak.ops.op import PythonStretch
+from nearpeak.ops.op import PythonStretch, StackLine
 from nearpeak.profiles.profile import CompilerFacts
 
 
@@ -78,44 +78,57 @@ def test_on_a_cpu_another_process_may_have_had_the_processor():
     assert not findings("python-stretch", idle("python", 4.0, where="train.py:5"), machine=CPU, profiled_s=24.0)
 
 
-def traced(seconds, **samples):
-    """What the traced step had before its first op; samples of torch's own code are those of `torch`."""
-    lines = {
-        "" if name == "torch" else f"train.py:{name[1:]}, called from train.py:90": n for name, n in samples.items()
-    }
-    return {0: PythonStretch(seconds=seconds, lines=lines)}
+def at(*lines, first=30, last=40):
+    """A stack: the innermost line is in a function from `first` to `last`, the others in one from there to line 99."""
+    spans = [(first, last), *[(last + 1, 99)] * (len(lines) - 1)]
+    functions = [frozenset(range(start, end + 1)) for start, end in spans]
+    return tuple(StackLine(f"train.py:{line}", own) for line, own in zip(lines, functions, strict=True))
+
+
+def traced(seconds, stacks):
+    """What the traced step had before its first op."""
+    return {0: PythonStretch(seconds=seconds, stacks=stacks)}
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU])
 def test_a_stretch_counts_as_far_as_the_traced_step_had_it_and_at_the_line_that_ran(machine):
     stretch = idle("python", 6.0, where="train.py:5")
     facts = {"machine": machine, "profiled_s": 29.0}  # another process had the processor for a while
-    (found,) = findings("python-stretch", stretch, python=traced(4.0, _37=8, _38=3, torch=1), **facts)
+    (found,) = findings("python-stretch", stretch, python=traced(4.0, {at(37, 90): 8, at(38, 90): 3, (): 1}), **facts)
     assert (found.saving_s, found.source) == (4.0, "train.py:37")
     assert "8 of 12 samples of the stack are at train.py:37, called from train.py:90" in found.evidence
     assert "Look at what runs before" not in found.remedy
-    assert not findings("python-stretch", stretch, python=traced(0.1, _37=8), **facts)
+    assert not findings("python-stretch", stretch, python=traced(0.1, {at(37): 8}), **facts)
     assert not findings("python-stretch", stretch, python={}, **facts)
+
+
+def test_a_function_that_runs_no_op_is_blamed_where_it_is_called():
+    stretch = idle("python", 6.0, where="train.py:92")
+    (found,) = findings("python-stretch", stretch, python=traced(6.0, {at(37, 90): 8}))
+    assert found.source == "train.py:90"  # the function with the next op
+    assert "8 of 8 samples of the stack are at train.py:37, called from train.py:90" in found.evidence
+    (found,) = findings("python-stretch", idle("python", 6.0, where="train.py:39"), python=traced(6.0, {at(37, 90): 8}))
+    assert found.source == "train.py:37"
 
 
 @pytest.mark.parametrize("machine", [GPU, CPU])
 def test_what_torch_does_before_a_compiled_region_is_no_stretch_of_the_users(machine):
     stretch = idle("python", 6.0, where="train.py:5")
-    assert not findings("python-stretch", stretch, python=traced(6.0, _37=2, torch=3), machine=machine)
-    assert not findings("python-stretch", stretch, python=traced(6.0), machine=machine)  # cannot be told
+    assert not findings("python-stretch", stretch, python=traced(6.0, {at(37): 2, (): 3}), machine=machine)
+    assert not findings("python-stretch", stretch, python=traced(6.0, {}), machine=machine)  # cannot be told
 
 
 def test_many_short_stretches_of_the_traced_step_are_no_long_one():
     ops = tuple(placed("train.py:5") for _ in range(3))
-    python = {index: PythonStretch(seconds=0.5, lines={"train.py:5": 1}) for index in range(3)}  # of 20 s
+    python = {index: PythonStretch(seconds=0.5, stacks={at(5): 1}) for index in range(3)}  # of 20 s
     assert not findings("python-stretch", idle("python", 3.0, where="train.py:5"), ops=ops, python=python)
 
 
 def test_a_stretch_before_an_op_that_no_trace_sees_is_the_longest_that_no_other_cause_has():
     ops = tuple(placed(f"train.py:{line}") for line in (5, 82))
     python = {
-        0: PythonStretch(seconds=1.0, lines={"train.py:5": 1}),
-        1: PythonStretch(seconds=3.0, lines={"train.py:37": 5}),
+        0: PythonStretch(seconds=1.0, stacks={at(5): 1}),
+        1: PythonStretch(seconds=3.0, stacks={at(37): 5}),
     }
     here, elsewhere = idle("python", 1.0, where="train.py:5"), idle("python", 3.0, where="train.py:41")
     found = findings("python-stretch", elsewhere, here, ops=ops, python=python)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.host_reads import MIN_STRETCH_S, reads_for_python
 from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
-from nearpeak.ops.op import CALLED_FROM
+from nearpeak.ops.op import StackLine
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.units import seconds
 
@@ -23,23 +23,31 @@ class _Seen(NamedTuple):
     """What the traced step had of a stretch."""
 
     seconds: float
-    lines: Mapping[str, int]
-    """How often the user's lines were seen to run; "" for torch's own code."""
+    stacks: Mapping[tuple[StackLine, ...], int]
+    """How often the user's lines were seen on the stack; () for torch's own code."""
 
-    @property
-    def calls(self) -> str:
-        """The line that ran for most of it, with the one that called its function."""
-        return max((line for line in self.lines if line), key=lambda line: self.lines[line], default="")
-
-    @property
-    def line(self) -> str:
-        """The line that ran for most of it."""
-        return self.calls.partition(CALLED_FROM)[0]
+    def line(self, following: str) -> str:
+        """The line that ran for most of it, in the function that runs the next op: another one is called there."""
+        lines: Counter[str] = Counter()
+        for stack, count in self.stacks.items():
+            if stack:
+                here = next((item for item in stack if item.is_in_function_of(following)), stack[0])
+                lines[here.line] += count
+        return lines.most_common(1)[0][0] if lines else ""
 
     @property
     def is_users(self) -> bool:
         """Whether torch's own code was seen less often than everything else."""
-        return 2 * self.lines.get("", 0) < sum(self.lines.values())
+        return 2 * self.stacks.get((), 0) < sum(self.stacks.values())
+
+    @property
+    def evidence(self) -> str:
+        """What was seen, for people."""
+        stack, count = max(((stack, count) for stack, count in self.stacks.items() if stack), key=lambda seen: seen[1])
+        lines = list(dict.fromkeys(item.line for item in stack))
+        called = f", called from {lines[1]}" if len(lines) > 1 else ""
+        samples = f"{count} of {sum(self.stacks.values())} samples of the stack are at {lines[0]}{called}"
+        return f"The traced step had it too, for {seconds(self.seconds)}: {samples}."
 
 
 @rule("python-stretch", needs=["host"])
@@ -67,7 +75,8 @@ def python_stretch(step: Step) -> Iterator[Waste]:
         on_cpu = step.machine.kind == "cpu"
         if seen is None and on_cpu and not is_recurring_stall(profile, cause.seconds):
             continue
-        where = (seen.line if seen is not None else "") or (places[0] if places else cause.where)
+        line = seen.line(cause.where) if seen is not None else ""
+        where = line or (places[0] if places else cause.where)
         title = "Python runs for long outside of any op, and the device is idle."
         what = "no op ran on the host, and nothing on the device."
         if on_cpu:  # there the host is the device, and other libraries compute on it too
@@ -83,7 +92,7 @@ def python_stretch(step: Step) -> Iterator[Waste]:
             causes=[cause, *waits],
             evidence=f"{cause.count} {'stretch' if cause.count == 1 else 'stretches'} of {seconds(each)} in the step, "
             f"before {cause.where}: {what}"
-            + (f" {_seen_text(seen)}" if seen is not None else "")
+            + (f" {seen.evidence}" if seen is not None else "")
             + (
                 f" The code waits for a copy to the host at {', '.join(places)}: {seconds(waited_s)}."
                 if waited_s
@@ -93,16 +102,11 @@ def python_stretch(step: Step) -> Iterator[Waste]:
             remedy=(
                 "Compute it with ops on the device, before the copy, or one step later in a thread. " if places else ""
             )
-            + ("" if seen is not None and seen.line else f"Look at what runs before {cause.where}. ")
+            + ("" if line else f"Look at what runs before {cause.where}. ")
             + "Take it out of the step: compute it once before the first "
             "step, or in the data loader's workers; log and save once in many steps, in a thread. Loops over "
             "elements become ops on whole tensors.",
         )
-
-
-def _seen_text(seen: _Seen) -> str:
-    samples = f"{seen.lines.get(seen.calls, 0)} of {sum(seen.lines.values())} samples of the stack are at {seen.calls}"
-    return f"The traced step had it too, for {seconds(seen.seconds)}: {samples}."
 
 
 def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
@@ -133,5 +137,7 @@ def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
             left -= set(longest)
         longest = sorted(found[cause.where], key=lambda index: -python[index].seconds)[: max(1, cause.count)]
         stretches = [python[index] for index in longest]
-        lines = sum((Counter(stretch.lines) for stretch in stretches), Counter())
-        yield cause, _Seen(sum(stretch.seconds for stretch in stretches), lines)
+        stacks: Counter[tuple[StackLine, ...]] = Counter()
+        for stretch in stretches:
+            stacks.update(stretch.stacks)
+        yield cause, _Seen(sum(stretch.seconds for stretch in stretches), stacks)
