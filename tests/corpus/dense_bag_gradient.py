@@ -9,7 +9,7 @@ RATE = 1e-2
 
 def parts(device, *, sparse):
     rows, width, bags, rest = (4_000_000, 128, 1024, 2**30) if device == "cuda" else (100_000, 32, 32, 2**16)
-    table = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=sparse, device=device)
+    table = torch.nn.EmbeddingBag(rows, width, mode="sum", sparse=sparse, device=device)  # waste
     ids = torch.randint(rows, (bags, 8), device=device)
     return table, torch.optim.SGD(table.parameters(), lr=RATE), ids, torch.zeros(rest, device=device)
 
@@ -20,7 +20,7 @@ def training(device, *, sparse):
 
     def step():
         rest.neg_()
-        bags = table(ids)  # waste
+        bags = table(ids)
         bags.backward(gradient)
         optimizer.step()
         optimizer.zero_grad()

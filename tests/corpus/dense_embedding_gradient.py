@@ -10,7 +10,7 @@ RATE = 1e-3
 def parts(device):
     """A table, what is looked up in it, the gradient of that, and what stands for the rest of the model."""
     rows, width, used, rest = (4_000_000, 256, 8192, 2**31) if device == "cuda" else (100_000, 32, 256, 2**16)
-    table = torch.nn.Embedding(rows, width, device=device)
+    table = torch.nn.Embedding(rows, width, device=device)  # waste
     ids, gradient = torch.randint(rows, (used,), device=device), torch.randn(used, width, device=device)
     return table, ids, gradient, torch.zeros(rest, device=device)
 
@@ -21,7 +21,7 @@ def waste(device):
 
     def step():
         rest.neg_()
-        found = table(ids)  # waste
+        found = table(ids)
         found.backward(gradient)
         optimizer.step()
         optimizer.zero_grad()

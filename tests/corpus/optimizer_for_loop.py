@@ -11,12 +11,12 @@ def training(device, **how):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layers = [torch.nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(depth)]
     model = torch.nn.Sequential(*layers)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, **how)  # waste
     x, gradient = torch.randn(2, batch, width, device=device, dtype=dtype)
 
     def step():
         model(x).backward(gradient)
-        optimizer.step()  # waste
+        optimizer.step()
         optimizer.zero_grad()
 
     return step

@@ -10,14 +10,14 @@ BATCHES = 6
 
 def batches(loader):
     while True:
-        yield from loader  # waste
+        yield from loader
 
 
 def stepping(device, *, persistent):
     size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     x, weight = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     dataset = TensorDataset(torch.randn(4 * BATCHES, 16))
-    following = batches(DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=persistent))
+    following = batches(DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=persistent))  # waste
 
     def step():
         (batch,) = next(following)
