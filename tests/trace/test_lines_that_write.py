@@ -53,6 +53,15 @@ def test_classes_that_nobody_asks_for_are_not_searched(script):
     assert set(of_script({"AdamW"})) <= {"cudnn.benchmark", "AdamW"}
 
 
+def test_modules_that_import_on_demand_are_left_alone(script, monkeypatch):
+    class Lazy(types.ModuleType):
+        def __getattr__(self, name):
+            raise ImportError(name)
+
+    monkeypatch.setitem(sys.modules, "lazy_of_a_script", Lazy("lazy_of_a_script"))
+    assert of_script({"AdamW"})["AdamW"] == ["lines_of_a_script.py:11"]
+
+
 def test_a_file_that_is_no_python_is_left_out(script):
     script.write_text("%time AdamW(model)\n")
     assert not of_script({"AdamW"}).get("AdamW")

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType, ModuleType, TracebackType
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -94,7 +94,8 @@ def lines_that_write(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     """
     paths = dict.fromkeys(path for path, name in _user_file_names.items() if name)
     for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None)
+        # A lazy module may import, or fail, when it is asked for an attribute.
+        path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(path, str) and path.endswith(".py") and _user_file(path):
             paths.setdefault(path)
     own = [path for path in paths if _PACKAGE_FILE.match(path) is None]
