@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from nearpeak.trace import source
 from nearpeak.trace.source import lines_that_write
 
 SCRIPT = """\
@@ -23,15 +24,15 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path, monkeypatch):
     """A module that is imported under a name that no other file has."""
     path = tmp_path / "lines_of_a_script.py"
     path.write_text(SCRIPT)
     module = types.ModuleType("lines_of_a_script")
     module.__file__ = str(path)
-    sys.modules["lines_of_a_script"] = module
-    yield path
-    del sys.modules["lines_of_a_script"]
+    monkeypatch.setitem(sys.modules, "lines_of_a_script", module)
+    monkeypatch.setattr(source, "_MAX_PARSED_FILES", sys.maxsize)  # there are hundreds of tests before it
+    return path
 
 
 def of_script(names):
