@@ -155,8 +155,7 @@ def test_a_gpu_is_measured_in_the_order_of_need_and_quickly_only_in_part():
         "GEMM bfloat16",
         "GEMM bfloat16, sustained",
     ]
-    needed = {task.name for task in in_part if task.needed}
-    assert needed == {"memory", "cache", "launches", "GEMM bfloat16, sustained"}  # the last if the GEMM was measured
+    assert [task.name for task in in_part if task.needed] == [task.name for task in in_part][:5]  # whatever the time
     assert {task.name for task in in_part} < {task.name for task in full}
     needed = {task.name for task in tasks(module.QUICK_EFFORT, all_dtypes=True) if task.needed}
     assert {f"GEMM {dtype}" for dtype in module._gpu_gemms(None)} < needed  # no datasheet has them

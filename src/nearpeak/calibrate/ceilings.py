@@ -375,7 +375,8 @@ def _gpu_tasks(
     fastest: dict[str, FastestGemm] = {}
 
     def products(name: str) -> Iterator[Task]:
-        lasts = (full and name not in ("float32", "float64")) or name == COMMON_DTYPES[0]
+        first = name == COMMON_DTYPES[0]
+        lasts = (full and name not in ("float32", "float64")) or first
 
         def burst() -> None:
             gemm = _measure_gpu_gemm(ceilings, device, name, gemms[name], effort)
@@ -383,12 +384,10 @@ def _gpu_tasks(
                 fastest[name] = gemm
 
         def sustained() -> None:
-            if (
-                name in fastest
-            ):  # else this GPU has no such product, or there was no time; its operands are freed after it
+            if name in fastest:  # else this GPU has no such product; its operands are freed after it
                 _measure_sustained(ceilings, device, name, fastest.pop(name))
 
-        yield Task(name=f"GEMM {name}", seconds=effort.gemm_s, measure=burst, needed=all_dtypes)
+        yield Task(name=f"GEMM {name}", seconds=effort.gemm_s, measure=burst, needed=all_dtypes or first)
         if lasts:
             yield Task(name=f"GEMM {name}, sustained", seconds=GPU_SUSTAINED_SECONDS, measure=sustained)
 

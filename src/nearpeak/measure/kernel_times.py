@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nearpeak.devices.backends import GPU_BACKENDS, profiler_activities
+from nearpeak.devices.backends import GPU_BACKENDS, gpu_backend
 
 _RANGE = "nearpeak.call"
 _LAUNCH_PREFIXES = tuple(prefix for backend in GPU_BACKENDS for prefix in backend.launch_prefixes)
@@ -39,19 +39,21 @@ def profile_calls(
 ) -> list[tuple[TimedKernel, ...]]:
     """The kernels of each of `calls` calls, in order of start. What `before` launches is left out.
 
-    A kernel belongs to the call during which the host launched it, by the correlation id.
+    A kernel belongs to the call during which the host launched it, by the correlation id. The profiler is the one that
+    `torch.profiler.profile` uses: that one imports Inductor, which takes seconds, as soon as it starts.
     """
-    activities = profiler_activities()
+    backend = gpu_backend()
+    device = None if backend is None else backend.profiler_activity.lower()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the profiler's notes about its own cycles
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.autograd.profiler.profile(use_cpu=True, use_device=device, use_kineto=True) as profiler:
             for _ in range(calls):
                 if before is not None:
                     before()
                 with torch.profiler.record_function(_RANGE):
                     call()
             synchronize()
-    events = profiler.profiler.kineto_results.events()
+    events = profiler.kineto_results.events()
     ranges = sorted(
         (event.start_ns(), event.start_ns() + event.duration_ns())
         for event in events
