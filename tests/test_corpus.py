@@ -71,3 +71,15 @@ def test_on_a_gpu(name):
         pytest.skip("this waste cannot exist on a GPU")
     torch.cuda.empty_cache()
     check(name, "cuda")
+
+
+@pytest.mark.slow  # optimizers import much of torch
+def test_gradients_that_are_checked_stay_finite_however_many_steps_are_timed(monkeypatch):
+    norms, clip = [], torch.nn.utils.clip_grad_norm_
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *given, **options: norms.append(clip(*given, **options))
+    )
+    step = load("finite_gradients").waste("cpu")
+    for _ in range(20):
+        step()
+    assert len(norms) == 20 and len({norm.item() for norm in norms}) == 1

@@ -7,7 +7,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def parts(device):
-    width, depth, batch = (2048, 16, 2048) if device == "cuda" else (512, 8, 32)
+    width, depth, batch = (8192, 4, 1024) if device == "cuda" else (512, 8, 32)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     layers = [torch.nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(depth)]
     model = torch.nn.Sequential(*layers)

@@ -8,7 +8,7 @@ LENGTH = 1000
 
 
 def parts(device):
-    size, dtype = (16384, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+    size, dtype = (24576, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
     return torch.randn(size, size, device=device, dtype=dtype)
 
 

@@ -10,7 +10,7 @@ FEW = 1024
 
 def inputs(device):
     torch.manual_seed(0)
-    rows, width, vocabulary = (256, 2048, 131072) if device == "cuda" else (16, 64, 65536)
+    rows, width, vocabulary = (1024, 2048, 131072) if device == "cuda" else (16, 64, 65536)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     hidden = torch.randn(rows, width, device=device, dtype=dtype)
     return hidden, torch.randn(vocabulary, width, device=device, dtype=dtype)

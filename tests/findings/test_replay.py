@@ -290,3 +290,33 @@ def test_a_recorded_step_becomes_a_timeline():
     assert timeline.kernels[1].gap_s == pytest.approx(1 * us)
     assert timeline.launch_latency_s == pytest.approx(7.5 * us)
     assert timeline.causes == {READ, DECODE} and timeline.waiting_ops == {1}
+
+
+def read_after_each_kernel(count, us=1e-6):
+    """Kernels of 100 us, each with a copy to the host that is queued, starts 5 us after it, and is waited for;
+    the next kernel is launched 20 us later."""
+    device, host = [], []
+    for number in range(count):
+        start = number * 130 * us
+        device += [
+            DeviceActivity(start + 3 * us, start + 103 * us, start, "train.py:7", 2 * number),
+            DeviceActivity(
+                start + 108 * us, start + 110 * us, start + 5 * us, "train.py:8", 2 * number + 1, is_copy=True
+            ),
+        ]
+        host.append(
+            HostActivity("synchronization", start + 6 * us, start + 112 * us, "train.py:8", "item", 2 * number + 1)
+        )
+    return step_timeline(device, host, [(0.0, count * 130 * us)], [], host_end_s=count * 130 * us)
+
+
+def test_kernels_that_were_never_queued_do_not_have_the_gaps_of_copies():
+    timeline = read_after_each_kernel(10)
+    gaps = [kernel.gap_s for kernel in timeline.kernels]
+    assert gaps == pytest.approx([1e-6] + [4e-6] * 19)  # beside a copy, 1 us less than with the profiler
+    step = StepReplay(timeline, StepReplay(timeline, 1e-9).unchanged.seconds)
+    waits = dict.fromkeys(timeline.waits, 1.0)
+    copied = step.step(Change(causes=waits)).seconds
+    assert copied == pytest.approx(10 * 102e-6 + 20 * 4e-6, rel=0.01)
+    without_copies = step.step(Change(causes=waits, shorter={2 * number + 1: 1.0 for number in range(10)})).seconds
+    assert without_copies == pytest.approx(10 * 101e-6, rel=1e-3)  # 1 us between kernels

@@ -63,6 +63,7 @@ class DeviceActivity(NamedTuple):
     """Whether a CUDA graph launched it, which is one launch for all of its kernels."""
     op_returned_s: float | None = None
     """When the op that launched it returned on the host; None if that is not known."""
+    is_copy: bool = False
 
 
 class HostActivity(NamedTuple):

@@ -494,6 +494,7 @@ def _activities(
                 kernels[number].communication if kernels else False,
                 kernel.in_graph,
                 None if kernel.op is None else sum(recorded.spans[kernel.op]),
+                kernel.kind == "memcpy",
             )
             for number, kernel in enumerate(recorded.kernels)
         ]
