@@ -320,3 +320,15 @@ def test_kernels_that_were_never_queued_do_not_have_the_gaps_of_copies():
     assert copied == pytest.approx(10 * 102e-6 + 20 * 4e-6, rel=0.01)
     without_copies = step.step(Change(causes=waits, shorter={2 * number + 1: 1.0 for number in range(10)})).seconds
     assert without_copies == pytest.approx(10 * 101e-6, rel=1e-3)  # 1 us between kernels
+
+
+def test_kernels_of_several_streams_overlap_no_more_than_they_were_seen_to():
+    """They wait for each other, which the recording shows only where it delays them."""
+    pieces = [work(2.0, op, kernel=op) for op in range(4)]
+    kernels = [ReplayedKernel(2.0, op, op % 2, 0.0, False, None, 0.0) for op in range(4)]
+    step = StepReplay(StepTimeline(pieces=pieces, kernels=kernels, launch_latency_s=0.0), 8.0)
+    assert step.unchanged == pytest.approx((8.0, 8.0))
+    without_launches = Change(launch_s=dict.fromkeys(range(4), 0.0))
+    assert step.step(without_launches).seconds == pytest.approx(8.0)
+    shorter = combine([without_launches, Change(shorter={1: 0.5})])
+    assert step.step(shorter) == pytest.approx((7.0, 7.0))

@@ -478,7 +478,10 @@ class StepReplay:
     def step(self, change: Change) -> StepTime:
         """The time of the step with a change."""
         time = self._run(change, self._clean)
-        return StepTime(max(time.busy_s, time.seconds - change.idle_s), time.busy_s)
+        # Not all waits of streams for each other are seen: kernels overlap no more than they did.
+        overlap_s = max(0.0, self.unchanged.busy_s - self._removed_kernel_seconds(change) - time.busy_s)
+        busy_s = time.busy_s + overlap_s
+        return StepTime(max(busy_s, time.seconds + overlap_s - change.idle_s), busy_s)
 
     def saving(self, change: Change, *, after: Change = UNCHANGED) -> StepTime:
         """What a change saves of the clean step, after another one: the same share as of the replay."""
@@ -486,6 +489,15 @@ class StepReplay:
         changed = self.step(change if after == UNCHANGED else combine([after, change]))
         scale = self.wall_s / self.unchanged.seconds if self.unchanged.seconds else 1.0
         return StepTime((before.seconds - changed.seconds) * scale, (before.busy_s - changed.busy_s) * scale)
+
+    def _removed_kernel_seconds(self, change: Change) -> float:
+        """The kernel time that goes, on all streams."""
+        removed_s = 0.0
+        for kernel in self.timeline.kernels:
+            share = 0.0 if kernel.op is None else change.shorter.get(kernel.op, 0.0)
+            stays = (1.0 - share) * (1.0 - change.communication * kernel.communication)
+            removed_s += kernel.seconds * (1.0 - stays)
+        return removed_s
 
     def _clean_seconds(self, host: _HostSpeed) -> list[float]:
         """The work of the pieces without the profiler."""
