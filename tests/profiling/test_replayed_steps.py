@@ -15,8 +15,10 @@ from nearpeak.trace.kineto.read import read_trace
 
 H200 = machine_of("h200-sxm")
 LAUNCH_US, LATENCY_US, GAP_US, RETURN_US = 2.0, 2.0, 1.0, 6.0
-PROFILED_OP_US, PROFILED_CALL_US = 4.0, 2.5
-"""What the profiler adds to an op and to a call of the runtime."""
+COPY_GAP_US = 4.0
+"""Before and after a copy, as on an H200."""
+PROFILED_OP_US, PROFILED_CALL_US, PROFILED_COPY_GAP_US = 4.0, 2.5, 1.0
+"""What the profiler adds to an op, to a call of the runtime, and to the gap beside a copy."""
 
 
 def op(kernel_us, *, host_us=6.0, line=1):
@@ -43,6 +45,7 @@ class Simulation:
     def __init__(self, *, profiled=False):
         self.now = self.free = 0.0
         self.profiled = profiled
+        self.copied = False
         self.events = []
 
     def run(self, program):
@@ -68,7 +71,10 @@ class Simulation:
             name = "cudaLaunchKernel" if kind == "op" else "cudaMemcpyAsync"
             launched = self.now
             self.now += LAUNCH_US + (PROFILED_CALL_US if self.profiled else 0.0)
-            start = max(self.now + LATENCY_US, self.free + GAP_US)
+            beside_copy_us = COPY_GAP_US + (PROFILED_COPY_GAP_US if self.profiled else 0.0)
+            gap_us = beside_copy_us if kind == "read" or self.copied else GAP_US
+            self.copied = kind == "read"
+            start = max(self.now + LATENCY_US, self.free + gap_us)
             self.free = start + us
             self._event(name, launched, self.now - launched, "cuda_runtime", correlation=number + 1)
             device = {"correlation": number + 1, "stream": 7, "device": 0}
