@@ -30,8 +30,8 @@ from nearpeak.units import seconds
 
 STEP_TOKENS = 2**22
 """Tokens of one training step where no batch is given."""
-QUICK_SEARCH_SECONDS = 1.0
-"""A search that takes longer is not repeated under other conditions."""
+MOST_LAYOUTS_TO_REPEAT = 10_000
+"""A search of more, which takes a second or longer, is not repeated under other conditions."""
 RECOMPUTES: tuple[tuple[str, ...], ...] = ((), ("norm", "feed_activation"), ("layer",))
 MICROBATCHES = (1, 2, 4, 8)
 LARGEST_CP = 16
@@ -103,7 +103,7 @@ def search_plan(
         )
 
     conditions: tuple[Condition, ...] = ()
-    if result.best is not None and result.search_seconds < QUICK_SEARCH_SECONDS:
+    if result.best is not None and result.legal <= MOST_LAYOUTS_TO_REPEAT:
         best = result.best.layout
 
         def winner(what: str, changed: Cluster, length: int, sequences: int) -> Condition:
