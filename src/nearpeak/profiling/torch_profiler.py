@@ -175,7 +175,6 @@ def _no_kineto_log() -> Iterator[None]:
 
 
 @functools.cache
-@functools.cache
 def _let_forked_children_exit() -> None:
     """Keeps children that the program forks from now on from waiting for ever when they exit.
 
