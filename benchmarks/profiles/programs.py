@@ -306,7 +306,9 @@ class Process:
         reading, self._requests = os.pipe()
         self._answers, writing = os.pipe()
         environment = {**os.environ, "STEP_CLOCK": f"{reading},{writing}", "PYTHONUNBUFFERED": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("w", encoding="utf-8") as file:
