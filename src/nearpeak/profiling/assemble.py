@@ -614,18 +614,25 @@ def _in_node_order(kernels: Sequence[KernelRun], indices: Sequence[int]) -> tupl
     return sorted(indices, key=lambda index: node_ids[index] or 0), True
 
 
-def _kernel_key(kernel: KernelRun, *, named: bool) -> Hashable:
-    replay = kernel.replay
-    if kernel.kind != "kernel" or replay is None:
-        return kernel.kind
-    return kernel.name if named else "", replay.grid, replay.block
-
-
 def _match_nodes(runs: Sequence[KernelRun], nodes: Sequence[GraphNode], *, in_order: bool) -> list[tuple[int, int]]:
     """Places of kernels, and of nodes that have their op."""
-    named = all(node.name for node in nodes if node.kind == "kernel")  # an older driver does not tell
-    kernels = [_kernel_key(run, named=named) for run in runs]
-    keys = [node.kind if node.kind != "kernel" else (node.name * named, node.grid, node.block) for node in nodes]
+    names = {node.name for node in nodes if node.kind == "kernel"}
+    named = "" not in names  # an older driver does not tell
+    # A driver runs some copies and fills by kernels of its own (`memcpy32_post`): then they look the same.
+    of_driver = {run.name for run in runs if named and run.kind == "kernel"} - names
+
+    def key_of_run(run: KernelRun) -> Hashable:
+        if run.kind != "kernel" or run.replay is None or run.name in of_driver:
+            return "copy or fill" if of_driver else run.kind
+        return run.name * named, run.replay.grid, run.replay.block
+
+    def key_of_node(node: GraphNode) -> Hashable:
+        if node.kind != "kernel":
+            return "copy or fill" if of_driver else node.kind
+        return node.name * named, node.grid, node.block
+
+    kernels = [key_of_run(run) for run in runs]
+    keys = [key_of_node(node) for node in nodes]
     if in_order and kernels == keys:
         return [(place, place) for place in range(len(keys))]
     places: dict[Hashable, list[int]] = {}
@@ -637,7 +644,7 @@ def _match_nodes(runs: Sequence[KernelRun], nodes: Sequence[GraphNode], *, in_or
     matched = []
     for key, found in places.items():
         numbers = alike.get(key, [])
-        if len({nodes[number].op for number in numbers}) == 1:
+        if len({nodes[number].op for number in numbers}) == 1 and len(found) <= len(numbers):
             matched += [(place, numbers[0]) for place in found]
         elif len(found) == len(numbers) and _runs_in_order(numbers, nodes):
             matched += list(zip(found, numbers, strict=True))
