@@ -2,10 +2,11 @@
 
     python -m benchmarks.kernels.fit_choices RESULTS.json ... [--out src/nearpeak/kernels/tables/sm90_choices.json]
 
-Reads results of `python -m benchmarks.kernels`, of its own shapes and of random ones. Each operation gets a decision
-tree (`nearpeak.kernels._runtime.choice`). A leaf has the mean time of each backend over that of the fastest backend of
-each cell, and runs the one with the least. A split is made where it saves the most time, if it saves `LEAST_SAVED` of
-the time of a cell, and leaves `FEWEST_CELLS` on either side; any number for an option, which is on or off.
+Reads results of `python -m benchmarks.kernels`, of its own shapes and of random ones, and of
+`benchmarks.kernels.attention_variants`; the first file says on which machine. Each operation gets a decision tree
+(`nearpeak.kernels._runtime.choice`). A leaf has the mean time of each backend over that of the fastest backend of each
+cell, and runs the one with the least. A split is made where it saves the most time, if it saves `LEAST_SAVED` of the
+time of a cell, and leaves `FEWEST_CELLS` on either side; any number for an option, which is on or off.
 
 Prints, for each operation, how many cells the choice runs within 3 % of their fastest backend; "unseen" is by a tree
 that was fitted without the cell.
@@ -78,6 +79,10 @@ class Cell:
 def read_cells(path: Path) -> Iterator[Cell]:
     """The cells of a file of results that have a choice."""
     data = json.loads(path.read_text())
+    if isinstance(data, list):
+        for row in data:
+            yield from _attention_variants(row)
+        return
     if "cells" in data:
         for row in data["cells"]:
             yield from _random_cell(row)
@@ -90,6 +95,15 @@ def read_cells(path: Path) -> Iterator[Cell]:
     for row in data["rows"]:
         if row["operation"] in ("rms_norm", "layer_norm"):
             yield from _norm(row, row, "bfloat16")
+
+
+def _attention_variants(row: Mapping[str, Any]) -> Iterator[Cell]:
+    """A cell of `attention_variants`. Its fastest configuration for Hopper is the one that the launchers take."""
+    seconds = {name: time for name, time in row["seconds"].items() if not name.startswith("hopper")}
+    seconds["nearpeak"] = min(time for name, time in row["seconds"].items() if name.startswith("hopper"))
+    one_pass = "backward" if row["backward"] else "forward"
+    shape = {**row, "queries": row["tokens"], "keys": row["tokens"], "layout": "tokens first"}
+    yield from _attention({"seconds": seconds, "backend": "gluon", "pass": one_pass}, shape, "bfloat16")
 
 
 def _random_cell(row: Mapping[str, Any]) -> Iterator[Cell]:

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from nearpeak import kernels
 from nearpeak.kernels._runtime import gluon, launch
-from nearpeak.kernels.attention import backends, sm90
+from nearpeak.kernels.attention import backends, sm90, tuning
 from nearpeak.kernels.attention.triton import AttentionProblem
 
 BF16 = torch.bfloat16
@@ -35,11 +35,16 @@ def test_what_they_take():
     assert takes(problem(2, 4, 100, 64))
     assert takes(problem(2, 4, 100, 128, causal=True, dtype=torch.float16))
     assert takes(problem(1, 1, 1, 64, keys=9))
-    assert not takes(problem(2, 4, 100, 96))
+    assert takes(problem(2, 4, 100, 64, causal=True, left=5, sinks=torch.empty(4)))
+    for dim in (80, 96, 192, 256):
+        assert takes(problem(2, 4, 100, dim))
+        assert takes(problem(2, 4, 100, dim), backward=True) == (dim < 192)
+    wide = torch.empty(2, 4, 100, 192, dtype=BF16)
+    for backward in (False, True):
+        assert takes(problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :128]), backward=backward)
     assert not takes(problem(2, 4, 100, 64, dtype=torch.float32))
     assert not takes(problem(2, 4, 100, 64, softcap=30.0))
     assert not takes(problem(2, 4, 100, 64, left=5))
-    assert not takes(problem(2, 4, 100, 64, sinks=torch.empty(4)))
     assert not takes(problem(2, 4, 100, 64, dropout=0.1))
     assert not takes(problem(2, 4, 100, 64, bias=torch.zeros(100, 100)))
     assert not takes(problem(0, 4, 100, 64))
@@ -47,13 +52,8 @@ def test_what_they_take():
 
 def test_what_they_support_and_do_not_take_before_it_is_measured():
     wide = torch.empty(2, 4, 100, 192, dtype=BF16)
-    for supported in (
-        problem(2, 4, 100, 80), problem(2, 4, 100, 72), problem(2, 4, 100, 96, causal=True), problem(2, 4, 100, 192),
-        problem(2, 4, 100, 256), problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :128]),
-    ):  # fmt: skip
-        assert sm90.supports(supported)
-        assert not sm90.takes(supported)
-        assert not sm90.takes(supported, backward=True)
+    assert sm90.supports(problem(2, 4, 100, 72))
+    assert not sm90.takes(problem(2, 4, 100, 72))
     assert sm90.takes(problem(2, 4, 100, 128), backward=True)
     assert sm90.supports_backward(problem(2, 4, 100, 80))
     assert not sm90.supports_backward(problem(2, 4, 100, 192))
@@ -63,9 +63,20 @@ def test_what_they_support_and_do_not_take_before_it_is_measured():
     assert not sm90.supports(problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :64]))
     assert not sm90.supports(problem(2, 4, 100, 96, left=5))  # not causal
     for changed in ({"left": 5}, {"sinks": torch.empty(4)}):
-        assert sm90.supports(problem(2, 4, 100, 64, causal=True, **changed))
-        assert not sm90.takes(problem(2, 4, 100, 64, causal=True, **changed))
+        assert sm90.supports(problem(2, 4, 100, 128, causal=True, **changed))
+        assert not sm90.takes(problem(2, 4, 100, 128, causal=True, **changed))
         assert not sm90.supports_backward(problem(2, 4, 100, 64, causal=True, **changed))
+
+
+def test_heads_of_grouped_keys_alternate_if_several_are_at_work_at_a_time():
+    def together(dim=128, causal=True, group=4, heads=16, blocks=64):
+        return tuning.heads_together(dim, causal, group, heads, blocks, 132)
+
+    assert together() == 16
+    assert together(heads=24) == 12
+    assert together(heads=6) == together(heads=17) == 1  # few heads wait for each other
+    assert together(blocks=67) == 1
+    assert together(group=1) == together(causal=False) == together(dim=64) == 1
 
 
 def test_what_cannot_be_copied_is_left_to_the_portable_kernels():

@@ -522,6 +522,20 @@ def test_the_fit_reads_random_cells(tmp_path):
     assert by_x.seconds == by_weight.seconds == {"gluon": 2.0, "torch": 1.0}
 
 
+def test_cells_of_attention_variants_have_the_time_of_their_fastest_configuration(tmp_path):
+    row = {
+        "backward": True, "dim": 192, "value_dim": 128, "causal": True, "batch": 2, "heads": 32, "key_heads": 8,
+        "tokens": 8192, "window": None,
+        "seconds": {"hopper, 1 heads together": 5.0, "hopper, 16 heads together": 4.0, "cudnn": 3.0, "portable": 9.0},
+    }  # fmt: skip
+    path = tmp_path / "variants.json"
+    path.write_text(json.dumps([row]))
+    (cell,) = read_cells(path)
+    assert cell.operation == "attention_backward"
+    assert cell.seconds == {"gluon": 4.0, "cudnn": 3.0, "triton": 9.0}
+    assert [cell.features[name] for name in ("heads", "group", "tokens_first", "dim")] == [64, 4, 1, 192]
+
+
 def test_the_table_is_the_fit_of_the_results_that_it_names():
     table = json.loads(TABLE.read_text())
     cells = [cell for name in table["results"] for cell in read_cells(RESULTS / name)]

@@ -3,7 +3,7 @@
 They support plain attention, full or causal, of 16-bit dtypes; the forward pass also causal windows and sinks. It has
 tiles for heads of up to 256 dimensions, in one or two parts of a power of 2 each: 192 columns are 128 and 64. TMA fills
 columns that a head does not have with zeros. The backward pass has such tiles as far as registers and shared memory
-allow. What may run by default is what was measured (`takes`): heads of 64 or 128 dimensions without windows or sinks.
+allow. What may run by default is what was measured (`takes`).
 
 Forward: one warp loads (producer), two or three warpgroups compute (consumers). The producer copies blocks of keys and
 values into a ring buffer in shared memory by TMA. Each consumer has 64 queries. While it computes the exponentials of
@@ -28,8 +28,7 @@ at the same queries, and that the turn of each comes when the program before it 
 - If a head has more programs than run at a time, a program may wait only for programs that have started before it: the
   order is that of their numbers.
 - The same holds if the programs of several heads alternate, those with the most queries of all heads first. Then the
-  last programs are short, and end at about the same time. With grouped keys, whose programs are few and long, programs
-  of one head after the other would leave processors idle at the end.
+  last programs are short, and end at about the same time (`heads_together`).
 """
 
 from __future__ import annotations
@@ -70,9 +69,11 @@ from nearpeak.kernels.attention.tuning import (
     tile_dim,
 )
 
-_MEASURED = {(64, 64), (128, 128)}
-"""Dimensions of keys and values for which the forward pass was measured on a GPU."""
-_MEASURED_BACKWARD = {(64, 64), (128, 128)}
+_MEASURED_BACKWARD = {(64, 64), (80, 80), (96, 96), (128, 128), (192, 128)}
+"""Dimensions of keys and values for which the backward pass was measured on a GPU."""
+_MEASURED = {*_MEASURED_BACKWARD, (192, 192), (256, 256)}
+_MEASURED_WINDOWS = {(64, 64)}
+"""Of the forward pass with a window or sinks."""
 _OVERLAPPED_DIMS = (64, 128)
 """Columns of tiles for which the backward pass has registers and shared memory to start the next scores early."""
 _PAIR = 128
@@ -96,9 +97,10 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 def takes(problem: AttentionProblem, *, backward: bool = False) -> bool:
     """Whether a pass of a problem may run: whether it can, and was measured on a GPU for heads of these sizes."""
-    measured, can_run = (_MEASURED_BACKWARD, supports_backward) if backward else (_MEASURED, supports)
-    plain = problem.left < 0 and problem.sinks is None
-    return plain and (problem.dim, problem.value_dim) in measured and can_run(problem)
+    if backward:
+        return (problem.dim, problem.value_dim) in _MEASURED_BACKWARD and supports_backward(problem)
+    measured = _MEASURED if problem.left < 0 and problem.sinks is None else _MEASURED_WINDOWS
+    return (problem.dim, problem.value_dim) in measured and supports(problem)
 
 
 def supports(problem: AttentionProblem) -> bool:
@@ -1555,14 +1557,15 @@ def backward(
     counters = torch.zeros(heads * pairs * number, dtype=torch.int32, device=device)
     causal = problem.right == 0
     diagonal = _diagonal_offset(problem)
-    together = math.gcd(heads_together(causal, problem.group), problem.batches * problem.key_heads)
+    key_heads = problem.batches * problem.key_heads
+    together = heads_together(dim, causal, problem.group, key_heads, blocks, processors(device))
     # programs may wait for later ones if these surely run at the same time
     rotated = blocks <= processors(device) and together == 1
     tensors = (
         (by_key, dim), (by_value, value_dim), (problem.query, dim), (problem.key, dim), (problem.value, value_dim),
         (gradient, value_dim),
     )  # fmt: skip
-    grid = (blocks * problem.batches * problem.key_heads, 1, 1)
+    grid = (blocks * key_heads, 1, 1)
     numbers = (
         problem.scale, problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal,
         heads * padded, processors(device),
