@@ -201,6 +201,28 @@ class Padding:
     """The mean length of the rows without their padding."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddedGradient:
+    """A gradient that a backward pass added to a parameter's `grad`."""
+
+    op: int
+    """The index of the op that stored or added it."""
+    storage: int
+    """Of `grad`."""
+    parameter: str
+    """Its path; "" where that is not known."""
+    was_none: bool
+    """Whether the parameter had no gradient before."""
+    is_watched: bool
+    """Whether hooks of the parameter may have read it."""
+    is_stepped: bool
+    """Whether an optimizer that has the parameter took a step while this gradient was there."""
+    is_left: bool
+    """Whether it is the parameter's gradient when the step ends."""
+    optimizer_steps: tuple[int, ...] | None
+    """The number of ops before each step of an optimizer that has the parameter; None if no optimizer has it."""
+
+
 class StackLine(NamedTuple):
     """A line of the user's own on the stack, and the lines of the function that it is in."""
 
@@ -272,6 +294,11 @@ class Trace:
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)
     """The classes of torch's own modules, containers apart, by their paths: {"encoder.cell": "torch.nn.LSTMCell"}."""
+    stacks: tuple[tuple[str, ...], ...] = ()
+    """Of ops that really ran: for each op the lines of the user's own on the stack, the outermost first. An op of
+    autograd has those of the forward op behind it. Without them there are no stacks at all."""
+    gradients: tuple[AddedGradient, ...] = ()
+    """Of ops that really ran: the gradients that backward passes added to parameters, in order."""
     written_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of ops that really ran: lines of the user's own that call a class, such as "DataLoader" or that of an optimizer,
     or set "cudnn.benchmark"; by that name."""

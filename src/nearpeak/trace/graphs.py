@@ -79,6 +79,7 @@ class CaptureRecorder(Recorder):
         self.modules = _CapturedModules(self)
         self._locations = Locations(self.modules, snapshot)
         self._locations.share_lines(_graphs.lines_of_thread())
+        self._gradients = None  # what becomes of them is not known before a replay
         self._nodes = nodes
         self._begun: list[tuple[int, int]] = []
         """Of ops that run now: the number of ops and of nodes before."""

@@ -43,6 +43,7 @@ from nearpeak.ops.op import (
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
+from nearpeak.trace.gradients import GradientLog
 from nearpeak.trace.guard import Guard, is_capturing
 from nearpeak.trace.known_values import KnownValues
 from nearpeak.trace.memo import (
@@ -59,7 +60,7 @@ from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
 from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.python_time import PythonTime
 from nearpeak.trace.schema import OperatorSchema, schema_of
-from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, lines_that_write, package_files
+from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, lines_that_write, own_stack, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost
 
@@ -126,7 +127,9 @@ class Recorder(TorchDispatchMode):
         self._copies = None if mode is None else FakeCopies(mode, snapshot, self.known)
         if self.known is not None:
             self.storages.on_input = self.known.add_from_outside
-        self._locations = Locations(self.modules, snapshot)
+        self._locations = Locations(self.modules, snapshot, stacks=mode is None)
+        self._stacks: list[tuple[str, ...]] = []
+        self._gradients = GradientLog(self.storages, self._locations.parameters) if mode is None else None
         self._recompute = RecomputeDetector(self.modules)
         self._sequences: dict[int, Padding | None] = {}
         """The padding of batches of sequences whose values were looked at, by their storages."""
@@ -398,6 +401,8 @@ class Recorder(TorchDispatchMode):
         self._snapshot.optimizer(optimizer)
         self._optimizers_running += 1
         self._optimizers.setdefault(type(optimizer), seen_optimizer(type(optimizer)))
+        if self._gradients is not None:
+            self._gradients.note_step(optimizer, len(self.ops))
         if not any(map(callable, (*args[1:], *kwargs.values()))):
             return None
         return (
@@ -470,6 +475,8 @@ class Recorder(TorchDispatchMode):
             zeros={storage: share for storage, share in self._zeros.items() if share >= MIN_ZEROS_SHARE},
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
+            stacks=tuple(self._stacks),
+            gradients=() if self._gradients is None else self._gradients.gradients(),
             written_at={} if self._mode is not None else lines_that_write(self._classes_with_options()),
         )
         return dataclasses.replace(trace, **fields)
@@ -539,7 +546,7 @@ class Recorder(TorchDispatchMode):
             return
         graph_task = _current_graph_task()
         phase = self._phase(graph_task)
-        module, source, caller = self._locations.current(graph_task)
+        module, source, caller, stack = self._locations.current(graph_task)
         numbers: dict[int, int] = {}
         first = len(self.ops)
         for op in graph.ops:
@@ -559,6 +566,7 @@ class Recorder(TorchDispatchMode):
             for name in op.mutated:
                 self._note_mutated(op.arguments.get(name))
             self.ops.append(op)
+            self._stacks.append(stack)
             if self._memory is not None:
                 self._memory.note_op(op)
         nodes = [node if node.op is None else dataclasses.replace(node, op=first + node.op) for node in graph.nodes]
@@ -605,7 +613,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         graph_task = _current_graph_task()
         phase = self._phase(graph_task)
-        module, source, caller = self._locations.current(graph_task)
+        module, source, caller, stack = self._locations.current(graph_task)
         products, convolutions = tf32_flags()
         again = graph_task != -1 and self._recompute.is_recomputing(graph_task)
         op = _make_op(
@@ -615,6 +623,10 @@ class Recorder(TorchDispatchMode):
         if signature is not None:
             _set_field(op, "form", signature)
         self.ops.append(op)
+        if self._gradients is not None:
+            self._stacks.append(stack)
+            if graph_task != -1:
+                self._gradients.note_op(op, len(self.ops) - 1)
         if self._memory is not None:
             self._memory.note_op(op)
         elif interrupts.pending:
@@ -935,15 +947,16 @@ def keeps_its_value(tensor: torch.Tensor) -> bool:
     )
 
 
-Location = tuple[str, str, str]
-"""Where an op comes from: the path of its module, the line, and where that is of an installed package the user's own
-line that calls it."""
+Location = tuple[str, str, str, tuple[str, ...]]
+"""Where an op comes from: the path of its module, the line, where that is of an installed package the user's own line
+that calls it, and all lines of the user's own on the stack."""
 
 
 class Locations:
     """The location of each op of one trace; call `current` once for each op, in order."""
 
-    def __init__(self, modules: ModulePaths, snapshot: StateSnapshot) -> None:
+    def __init__(self, modules: ModulePaths, snapshot: StateSnapshot, *, stacks: bool = False) -> None:
+        self._has_stacks = stacks
         self.parameters: dict[int, str] = {}
         """Paths of parameters, by the ids of the tensors."""
         self.lines = UserLines()
@@ -951,7 +964,7 @@ class Locations:
         self._snapshot = snapshot
         self._sequence: int = torch._C._autograd._get_sequence_nr()
         self._by_sequence: dict[int, Location] = {}
-        self._last_backward: Location = ("", "", "")
+        self._last_backward: Location = ("", "", "", ())
 
     def share_lines(self, by_sequence: dict[int, Location]) -> None:
         """Takes part in the lines of other traces on this thread, whose graphs may be run backward in this one."""
@@ -968,14 +981,15 @@ class Locations:
         stack = self._modules.stack
         module = stack[-1][1] if stack and stack[-1][2] == graph_task else None
         line, crossed, caller = self.lines.nearest(_frame_at(2))  # the caller of the one that records the op
+        own = own_stack(_frame_at(2)) if self._has_stacks and not crossed else ()
         if graph_task != -1 and (crossed or module is None):
             behind = self._behind_current_node()
             module = behind[0] if module is None else module
             if crossed and behind[1]:
-                line, caller = behind[1:]
-            location = self._last_backward = (module, line, caller)
+                line, caller, own = behind[1:]
+            location = self._last_backward = (module, line, caller, own)
         else:
-            location = (module or "", line, caller)
+            location = (module or "", line, caller, own)
         sequence = _next_sequence_number()
         if sequence > self._sequence:
             for number in range(self._sequence, sequence):

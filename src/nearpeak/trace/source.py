@@ -192,6 +192,24 @@ def own_line(frame: FrameType) -> str:
     return "" if name in ("", _ENGINE) else _line_at(frame, name)[0]
 
 
+def own_stack(frame: FrameType | None) -> tuple[str, ...]:
+    """The lines of the user's own at and above a frame, the outermost first; () inside of a backward pass."""
+    lines = []
+    own_name = _own_file_names.get
+    while frame is not None:
+        own = own_name(frame.f_code.co_filename)
+        if own != "":
+            code = frame.f_code
+            if code is AUTOGRAD_ENGINE_CODE:
+                return ()
+            if own is None:
+                own = _own_file_names[code.co_filename] = _own_file(code.co_filename)
+            if own not in ("", _ENGINE):
+                lines.append(_line_at(frame, own)[0])
+        frame = frame.f_back
+    return tuple(reversed(lines))
+
+
 class UserLines:
     """Finds lines of user code for one op after the other."""
 
