@@ -31,6 +31,8 @@ class GradientLog:
         self._leaves: dict[int, torch.Tensor] = {}
         self._added: list[tuple[int, AddedGradient]] = []
         """With the id of the leaf."""
+        self._unusual: set[int] = set()
+        """Leaves whose gradients are no single storage, by which readers would be known."""
         self._steps: list[tuple[int, torch.optim.Optimizer]] = []
 
     def note_op(self, op: Op, index: int) -> None:
@@ -43,14 +45,15 @@ class GradientLog:
             return  # what becomes of the gradient of an input is not known
         self._leaves[id(leaf)] = leaf
         output = op.outputs[0]
+        if output.shape != tuple(leaf.shape):  # a part of a sparse gradient
+            self._unusual.add(id(leaf))
         hooks = leaf._backward_hooks or getattr(leaf, "_post_accumulate_grad_hooks", None)
         added = AddedGradient(
             op=index,
             storage=output.storage,
             parameter=self._paths.get(id(leaf), ""),
             was_none=op.name in _STORING_OPS,
-            # A sparse gradient has no storage by which its readers would be known, and a subclass has several.
-            is_watched=bool(hooks) or not output.elements or type(leaf) is not torch.nn.Parameter,
+            is_watched=bool(hooks) or type(leaf) is not torch.nn.Parameter,
             is_stepped=False,
             is_left=False,
             optimizer_steps=None,
@@ -83,6 +86,7 @@ class GradientLog:
         gradients = tuple(
             dataclasses.replace(
                 added,
+                is_watched=added.is_watched or leaf in self._unusual,
                 is_left=self._is_current(leaf, added),
                 optimizer_steps=tuple(steps.get(leaf, ())) if leaf in owned or leaf in steps else None,
             )
