@@ -56,7 +56,8 @@ class Variant:
     together: int = 1
     """Heads whose programs alternate in the backward pass."""
     window: int | None = None
-    """Keys that a query sees before its own; with sinks if there is a window."""
+    """Keys that a query sees before its own."""
+    sinks: bool = False
 
     @property
     def name(self) -> str:
@@ -81,12 +82,14 @@ class Cell:
     key_heads: int
     tokens: int
     window: int | None = None
+    sinks: bool = False
 
     @property
     def name(self) -> str:
         dims = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}/{self.value_dim}"
         heads = f"{self.heads}/{self.key_heads}"
-        mask = ("causal" if self.causal else "full") + (f", window {self.window}, sinks" if self.window else "")
+        mask = ("causal" if self.causal else "full") + (f", window {self.window}" if self.window else "")
+        mask += ", sinks" if self.sinks else ""
         return f"{'backward' if self.backward else 'forward'} {dims}, {self.batch} x {heads} x {self.tokens} {mask}"
 
     @property
@@ -100,10 +103,12 @@ class Cell:
     def variants(self) -> list[Variant]:
         same: dict[str, Any] = {
             "dim": self.dim, "value_dim": self.value_dim, "causal": self.causal, "window": self.window,
+            "sinks": self.sinks,
         }  # fmt: skip
         if self.backward:
             heads = self.batch * self.key_heads
-            together = sorted({1, 4, min(16, heads)}) if self.causal and self.dim in (64, 128) else [1]
+            alternate = self.causal and self.dim in (64, 128) and self.window is None
+            together = sorted({1, 4, min(16, heads)}) if alternate else [1]
             return [Variant(backward=True, together=number, **same) for number in together]
         tiles = sm90_tile_candidates(tile_dim(self.dim), tile_dim(self.value_dim))
         orders = (True, False) if self.causal else (True,)
@@ -137,7 +142,10 @@ def _cells() -> Iterator[Cell]:
         for causal in both:
             for backward in both:
                 yield cell(backward, dim, dim, causal, 4, 32, 32, 4096)
-    yield replace(cell(False, 64, 64, True, 2, 64, 8, 8192), window=1023)
+    for backward in both:
+        yield replace(cell(backward, 64, 64, True, 2, 64, 8, 8192), window=1023, sinks=True)
+        yield replace(cell(backward, 128, 128, True, 1, 32, 8, 16384), window=1023)
+        yield replace(cell(backward, 80, 80, True, 1, 16, 16, 2048), window=128)
     yield cell(False, 256, 256, True, 2, 16, 16, 8192)
     yield cell(False, 192, 192, False, 1, 64, 8, 4329)
     yield cell(False, 128, 128, True, 1, 64, 8, 16384)
@@ -179,33 +187,38 @@ def random_inputs(
     return [torch.randn(batch, *size, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for size in sizes]
 
 
+def sinks_of(query: Tensor) -> Tensor:
+    return torch.linspace(-2.0, 2.0, query.shape[1]).to(query)
+
+
 def problem_of(inputs: Sequence[Tensor], case: Variant | Cell) -> AttentionProblem:
     query, key, value, _ = inputs
     options: dict[str, Any] = {"causal": case.causal}
     if case.window is not None:
-        options |= {"window": (case.window, None), "sinks": torch.linspace(-2.0, 2.0, query.shape[1]).to(query)}
+        options["window"] = (case.window, None)
+    if case.sinks:
+        options["sinks"] = sinks_of(query)
     return AttentionProblem(*operator_arguments(query, key, value, **options))
 
 
 def exact(inputs: Sequence[Tensor], variant: Variant) -> tuple[Tensor, ...]:
     """The result and the gradients, in float32."""
-    if variant.window is not None:  # the forward pass alone: gradients are those of the portable kernels
-        from nearpeak.kernels.attention.reference import attention_forward
-
-        query, key, value, _ = (x.float() for x in inputs)
-        sinks = torch.linspace(-2.0, 2.0, query.shape[1]).to(inputs[0])
-        window = (variant.window, None)
-        given = operator_arguments(query, key, value, causal=True, window=window, sinks=sinks.float())
-        return (attention_forward(*given)[0],)
     query, key, value, gradient = (x.float() for x in inputs)
     wide = [x.requires_grad_() for x in (query, key, value)]
     group = query.shape[1] // key.shape[1]
     scores = wide[0] @ wide[1].repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5
     if variant.causal:
         queries, keys = scores.shape[-2:]
-        hidden = torch.ones(queries, keys, dtype=torch.bool, device=scores.device).triu(keys - queries + 1)
+        every = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        hidden = every.triu(keys - queries + 1)
+        if variant.window is not None:
+            hidden |= every.tril(keys - queries - variant.window - 1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    result = scores.softmax(-1).nan_to_num() @ wide[2].repeat_interleave(group, 1)
+    values = wide[2].repeat_interleave(group, 1)
+    if variant.sinks:  # one more key, without a value
+        sinks = sinks_of(inputs[0]).float()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores, values = torch.cat([scores, sinks], -1), torch.nn.functional.pad(values, (0, 0, 0, 1))
+    result = scores.softmax(-1).nan_to_num() @ values
     return result.detach(), *torch.autograd.grad(result, wide, gradient)
 
 
@@ -284,18 +297,28 @@ def peers(cell: Cell, inputs: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:
                 leaves[0], leaves[1], leaves[2], is_causal=cell.causal, enable_gqa=grouped
             )
 
+    def windowed_flash() -> Tensor:
+        """torch has it for tokens before heads."""
+        given = (None, None, cell.tokens, cell.tokens, 0.0, True, False)
+        options = {"scale": cell.dim**-0.5, "window_size_left": cell.window, "window_size_right": 0}
+        by_token = (x.transpose(1, 2) for x in leaves)
+        result: Tensor = torch.ops.aten._flash_attention_forward(*by_token, *given, **options)[0].transpose(1, 2)
+        return result
+
+    of_torch: dict[str, Callable[[], Tensor]] = {}
+    if cell.window is None:
+        of_torch = {name: partial(by_torch, backend) for name, backend in backends.items()}
+    elif not cell.sinks:
+        of_torch = {"flash": windowed_flash}
     ways: dict[str, Callable[[], Any]] = {}
-    for name, backend in backends.items() if cell.window is None else ():
+    for name, way in of_torch.items():
         try:
-            result = by_torch(backend)
+            result = way()
             if cell.backward:
                 torch.autograd.grad(result, leaves, gradient, retain_graph=True)
         except RuntimeError:
             continue  # not for heads of this size
-        if cell.backward:
-            ways[name] = partial(torch.autograd.grad, result, leaves, gradient, retain_graph=True)
-        else:
-            ways[name] = partial(by_torch, backend)
+        ways[name] = partial(torch.autograd.grad, result, leaves, gradient, retain_graph=True) if cell.backward else way
     if cell.backward:
         ways["portable"] = lambda: portable.backward(problem, gradient, None, *saved, True, True, False, False)
     else:
@@ -360,7 +383,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all times here, after each cell")
     parser.add_argument("--seconds", type=float, default=120.0, help="no cell begins later")
     parser.add_argument("--processes", type=int, default=16, help="that compile and check at a time")
-    parser.add_argument("--only", help="only cells with this in their names")
+    parser.add_argument("--only", help="only cells with this in their names; several are separated by |")
     parser.add_argument("--check", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.check:
@@ -368,7 +391,8 @@ def main() -> int:
         print(json.dumps(check(CELLS[number].variants()[index])))
         return 0
     start = time.perf_counter()
-    wanted = [number for number, cell in enumerate(CELLS) if not arguments.only or arguments.only in cell.name]
+    parts = (arguments.only or "").split("|")
+    wanted = [number for number, cell in enumerate(CELLS) if any(part in cell.name for part in parts)]
     # cells that differ in sizes alone have the same variants, which are checked once
     variants: dict[Variant, tuple[int, int]] = {}
     for number in wanted:

@@ -65,7 +65,8 @@ def test_what_they_support_and_do_not_take_before_it_is_measured():
     for changed in ({"left": 5}, {"sinks": torch.empty(4)}):
         assert sm90.supports(problem(2, 4, 100, 128, causal=True, **changed))
         assert not sm90.takes(problem(2, 4, 100, 128, causal=True, **changed))
-        assert not sm90.supports_backward(problem(2, 4, 100, 64, causal=True, **changed))
+        assert sm90.supports_backward(problem(2, 4, 100, 64, causal=True, **changed))
+        assert not sm90.takes(problem(2, 4, 100, 64, causal=True, **changed), backward=True)
 
 
 def test_heads_of_grouped_keys_alternate_if_several_are_at_work_at_a_time():
@@ -111,19 +112,21 @@ class Program:
         self.left = [(pair, *sm90.turn_of_pair.fn(block, pair, down, sizes, causal, rotated, sums)) for pair in order]
 
 
-@pytest.mark.parametrize("together", [1, 3])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("causal", "left", "together"),
+    [(False, None, 1), (False, None, 3), (True, None, 1), (True, None, 3), (True, 0, 1), (True, 3, 1)],
+)
 @pytest.mark.parametrize("processors", [1, 3, 8, 100])
 @pytest.mark.parametrize(("queries", "keys"), [(8, 8), (3, 8), (8, 3), (1, 5), (7, 1), (16, 16)])
-def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, keys, processors, causal, together):
+def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, keys, processors, causal, left, together):
     """All parts are added, each sum by its order, however few programs run at a time; the first begin first."""
     monkeypatch.setattr(
         sm90, "gl", SimpleNamespace(minimum=min, maximum=max, where=lambda is_so, one, other: one if is_so else other)
     )
     monkeypatch.setattr(sm90, "PAIR", 1)  # what is counted here are pairs
     heads, sums = 3, 2
-    rotated = keys <= processors and together == 1
-    sizes = (queries, keys, heads, 1, queries, keys, keys - queries, 0, processors)
+    rotated = keys <= processors and together == 1 and left is None
+    sizes = (queries, keys, heads, 1, queries, keys, keys - queries, 0, processors, left)
     places = [sm90.keys_of_program.fn(number, keys, together) for number in range(heads * keys)]
     assert sorted(places) == [(block, head) for block in range(keys) for head in range(heads)]
     waiting = [(head, Program(head, block, sizes, causal, rotated, sums)) for block, head in places]
@@ -148,8 +151,12 @@ def test_everyone_has_a_turn_and_nobody_waits_for_ever(monkeypatch, queries, key
             moved = True
         assert moved, "all that run wait for one that does not"
     assert added == expected
-    seen = sum(min(max(pair + 1 + keys - queries, 0), keys) if causal else keys for pair in range(queries))
-    assert added == heads * seen
+    every = torch.ones(queries, keys)
+    if causal:
+        every = every.tril(keys - queries)
+    if left is not None:
+        every = every.triu(keys - queries - left)
+    assert added == heads * every.sum()
 
 
 @pytest.mark.slow
@@ -171,7 +178,7 @@ def test_sums_are_added_up_where_there_are_any(causal, hidden):
     kernel = sm90.attention_sums_kernel
     launch.launch(
         kernel, (pairs * 4 * batches * heads, 1, 1), sums, actual, *actual.stride()[:3], 0.5, heads, queries,
-        pairs * 128, blocks, keys - queries, sums[0].numel(), dim, dim, dim, causal, 2, 128, 32,
+        pairs * 128, blocks, keys - queries, None, sums[0].numel(), dim, dim, dim, causal, 2, 128, 32,
     )  # fmt: skip
     total = (expected.sum(0) * 0.5).view(batches, heads, pairs * 128, dim)[:, :, :queries]
     torch.testing.assert_close(actual, total.to(BF16), rtol=0.01, atol=0.0)

@@ -52,7 +52,8 @@ class Case:
             scores = scores.masked_fill(hidden, float("-inf"))
         values = wide[2]
         if sinks is not None:  # one more key, whose value is 0
-            scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(batches, heads, queries, 1)], -1)
+            wide.append(sinks.double().requires_grad_())
+            scores = torch.cat([scores, wide[3][None, :, None, None].expand(batches, heads, queries, 1)], -1)
             values = torch.nn.functional.pad(values, (0, 0, 0, 1))
         result = scores.softmax(-1).nan_to_num() @ values.repeat_interleave(group, 1)
         self.gradients = torch.autograd.grad(result, wide, self.gradient.double())
@@ -98,9 +99,9 @@ def check_backward(emulate, case, processors, seed=0, slowest=None):
     lse, result = case.lse.float(), case.result.to(case.gradient.dtype)
 
     def call():
-        return sm90.backward(case.problem, case.gradient, None, result, lse, True, True)
+        return sm90.backward(case.problem, case.gradient, None, result, lse, True, True, False, True)
 
-    actual = emulate(call, processors, seed, slowest)[:3]
+    actual = [one for one in emulate(call, processors, seed, slowest) if one.numel()]
     for one, right in zip(actual, case.gradients, strict=True):
         assert (one.double() - right).abs().max() < 0.01 * right.abs().max() + 1e-5
     return actual
@@ -160,6 +161,21 @@ def test_windows_and_sinks(emulate, monkeypatch, dim, consumers, sizes, left, si
     case = Case(2, 1, *sizes, dim, sees, left=left, sinks=None if sinks is None else torch.tensor(sinks))
     assert sm90.supports(case.problem)
     check_forward(emulate, case, 2, seed=left, slowest=left % 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sizes", "left", "sinks"), [((400, 400), 0, None), ((200, 450), 5, [0.5, -1.0]), ((400, 200), 130, [0.0, 9.0])]
+)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (96, 96), (192, 128)], ids=str)
+def test_gradients_of_windows_and_sinks(emulate, monkeypatch, dims, sizes, left, sinks):
+    """Also of queries that see no key, of keys that no query sees, and with more programs than processors."""
+    monkeypatch.setattr(sm90, "query_gradient_sums", lambda *_: 1 + left % 2)
+    sees = "causal" if sizes[0] < sizes[1] else "causal from the first"
+    given = None if sinks is None else torch.tensor(sinks)
+    case = Case(2, 1, *sizes, dims[0], sees, value_dim=dims[1], left=left, sinks=given)
+    assert sm90.supports_backward(case.problem)
+    check_backward(emulate, case, 2 if left == 130 else 100, seed=left, slowest=left % 4)
 
 
 SIZES = [

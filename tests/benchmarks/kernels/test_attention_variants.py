@@ -69,7 +69,7 @@ def test_what_is_wrong_is_not_timed_and_named():
 
 def test_the_exact_result_of_a_window():
     """One key for each query, and a sink of as much weight: half of the value."""
-    variant = next(cell for cell in CELLS if cell.window).variants()[0]
+    variant = next(cell for cell in CELLS if cell.sinks).variants()[0]
     value = torch.randn(1, 1, 5, 8)
     inputs = (torch.zeros(1, 1, 5, 8), torch.zeros(1, 1, 5, 8), value, value)
     actual = attention_variants.exact(inputs, replace(variant, window=0))[0]

@@ -24,11 +24,14 @@ def launches():
         problem = AttentionProblem(query, query, value, *[None] * 6, 0, 0, -1, right, True, dim**-0.5, 0.0, 0.0)
         kind = f"{dim}, {value_dim}, {'causal' if causal else 'full'}"
         yield f"forward {kind}", lambda problem=problem: sm90.forward(problem)
-        if dim == 64 and causal:
+        if dim in (64, 96, 128) and causal:
             sinks = torch.empty(4, dtype=torch.bfloat16)
             rest = (None, None, sinks, *[None] * 3, 0, 0, 512, 0, True, dim**-0.5, 0.0, 0.0)
             windowed = AttentionProblem(query, query, value, *rest)
-            yield f"forward {kind}, window", lambda windowed=windowed: sm90.forward(windowed)
+            given = (windowed, value, None, value, lse, True, True)
+            if dim != 96:
+                yield f"forward {kind}, window", lambda windowed=windowed: sm90.forward(windowed)
+            yield f"backward {kind}, window", lambda given=given: sm90.backward(*given)
         if sm90.supports_backward(problem) and dim != 80:  # which has the tiles of 96
             given = (problem, value, None, value, lse, True, True)
             yield f"backward {kind}", lambda given=given: sm90.backward(*given)

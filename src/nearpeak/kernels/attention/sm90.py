@@ -1,6 +1,6 @@
 """Attention for Hopper in Gluon: warp-specialized forward and backward kernels, and their launchers.
 
-They support plain attention, full or causal, of 16-bit dtypes; the forward pass also causal windows and sinks. It has
+They support plain attention, full or causal, of 16-bit dtypes, with causal windows and sinks. The forward pass has
 tiles for heads of up to 256 dimensions, in one or two parts of a power of 2 each: 192 columns are 128 and 64. TMA fills
 columns that a head does not have with zeros. The backward pass has such tiles as far as registers and shared memory
 allow. What may run by default is what was measured (`takes`).
@@ -56,7 +56,7 @@ from nearpeak.kernels._runtime.gluon import descriptor
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.sm90_layouts import wgmma_layout
 from nearpeak.kernels._runtime.tuning import processors
-from nearpeak.kernels.attention.triton import AttentionProblem, Gradients, addressable, statistics
+from nearpeak.kernels.attention.triton import AttentionProblem, Gradients, addressable, sinks_backward, statistics
 from nearpeak.kernels.attention.tuning import (
     MAX_SUMS,
     has_sm90_backward,
@@ -73,7 +73,8 @@ _MEASURED_BACKWARD = {(64, 64), (80, 80), (96, 96), (128, 128), (192, 128)}
 """Dimensions of keys and values for which the backward pass was measured on a GPU."""
 _MEASURED = {*_MEASURED_BACKWARD, (192, 192), (256, 256)}
 _MEASURED_WINDOWS = {(64, 64)}
-"""Of the forward pass with a window or sinks."""
+"""With a window or sinks."""
+_MEASURED_BACKWARD_WINDOWS: set[tuple[int, int]] = set()
 _OVERLAPPED_DIMS = (64, 128)
 """Columns of tiles for which the backward pass has registers and shared memory to start the next scores early."""
 _PAIR = 128
@@ -97,10 +98,12 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 def takes(problem: AttentionProblem, *, backward: bool = False) -> bool:
     """Whether a pass of a problem may run: whether it can, and was measured on a GPU for heads of these sizes."""
+    plain = problem.left < 0 and problem.sinks is None
     if backward:
-        return (problem.dim, problem.value_dim) in _MEASURED_BACKWARD and supports_backward(problem)
-    measured = _MEASURED if problem.left < 0 and problem.sinks is None else _MEASURED_WINDOWS
-    return (problem.dim, problem.value_dim) in measured and supports(problem)
+        measured, can_run = _MEASURED_BACKWARD if plain else _MEASURED_BACKWARD_WINDOWS, supports_backward
+    else:
+        measured, can_run = _MEASURED if plain else _MEASURED_WINDOWS, supports
+    return (problem.dim, problem.value_dim) in measured and can_run(problem)
 
 
 def supports(problem: AttentionProblem) -> bool:
@@ -124,8 +127,7 @@ def supports(problem: AttentionProblem) -> bool:
 
 def supports_backward(problem: AttentionProblem) -> bool:
     """Whether the backward pass of a problem can be run."""
-    plain = problem.left < 0 and problem.sinks is None
-    return plain and supports(problem) and has_sm90_backward(problem.dim, problem.value_dim)
+    return supports(problem) and has_sm90_backward(problem.dim, problem.value_dim)
 
 
 def _is_tma_copyable(x: Tensor) -> bool:
@@ -785,13 +787,16 @@ def keys_of_program(program, blocks, TOGETHER: gl.constexpr):
 @gluon.jit
 def query_pairs(head, block, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr):
     """The first pair of blocks of queries that see a block of keys, their number, and whether the last come first."""
-    _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, processors = sizes
+    _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, processors, left = sizes
     first = 0
     count = pairs
     down = 0
     if CAUSAL:
         first = gl.minimum(gl.maximum(block * PAIR - diagonal, 0) // PAIR, pairs)
         count = pairs - first
+        if left is not None:
+            last = gl.minimum(gl.maximum(block * PAIR + 2 * PAIR - 1 - diagonal + left, 0) // PAIR, pairs)
+            count = gl.maximum(last - first, 0)
         down = 1
         if ROTATED:
             down = gl.where(2 * blocks > processors, head % 2, 0)
@@ -810,8 +815,10 @@ def pair_of_step(step, first, count, down, pairs):
 @gluon.jit
 def turn_of_pair(block, pair, down, sizes, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr):
     """The sum of a pair to which the part of a block of keys is added, and the number of parts added before it."""
-    _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, _processors = sizes
+    _queries, _keys, _heads, _group, pairs, blocks, diagonal, _rows, _processors, left = sizes
     before = block
+    if left is not None:  # a pair does not see the first blocks
+        before = block - gl.maximum(pair * PAIR + diagonal - left, 0) // PAIR
     if ROTATED:
         if CAUSAL:
             if down == 0:
@@ -827,7 +834,7 @@ def add_query_gradients(
     SUMS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """The adding warp: adds the parts of dQ, each pair of blocks in its turn. The first part of a sum is stored."""
-    _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors = sizes
+    _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors, _left = sizes
     _keys_full, _full, _empty, ds_full, dq_empty = barriers
     block, head = keys_of_program(gl.program_id(0), blocks, TOGETHER)
     first, count, down = query_pairs(head, block, sizes, CAUSAL, ROTATED)
@@ -872,7 +879,7 @@ def _load_backward(
 ):  # fmt: skip
     """The producer: copies the keys and values of this program, and then queries, dO, lse and delta, block by block."""
     key_tiles, value_tiles, query_ring, gradient_ring, statistics_ring, _ds_tiles, _dq_tiles = tiles
-    _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors = sizes
+    _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors, _left = sizes
     keys_full, full, empty, _ds_full, _dq_empty = barriers
     key_heads = heads // group
     block, head_index = keys_of_program(gl.program_id(0), blocks, TOGETHER)
@@ -966,7 +973,7 @@ def _start_next_products(tiles, operands, consumer, half, DIM: gl.constexpr):
 @gluon.jit
 def _backward_half(
     HALF: gl.constexpr, CONSUMER: gl.constexpr, next_products, operands, d_k, d_v, tiles, barriers,
-    row, iteration, more, masked, factor, first, keys, diagonal,
+    row, iteration, more, masked, factor, first, keys, diagonal, window,
     dtype: gl.constexpr, DIM: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Adds 64 queries to dK and dV, and stores dQ of the previous 64.
@@ -1005,6 +1012,8 @@ def _backward_half(
         key_index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
         if CAUSAL:
             last = gl.arange(0, ROWS, layout=by_column) + (row + HALF * ROWS + diagonal - first)
+            if window is not None:
+                weights = gl.where(key_index[:, None] >= (last - window)[None, :], weights, 0.0)
             last = gl.minimum(last, keys - first - 1)
             weights = gl.where(key_index[:, None] <= last[None, :], weights, 0.0)
         else:
@@ -1058,7 +1067,7 @@ def _consume_backward(
 ):  # fmt: skip
     """A consumer: dK and dV of 64 keys, and parts of dQ in half of the dimensions."""
     key_tiles, value_tiles, _query_ring, _gradient_ring, _statistics_ring, ds_tiles, dq_tiles = tiles
-    _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
+    _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors, window = sizes
     keys_full, full, _empty, ds_full, _dq_empty = barriers
     block, head_index = keys_of_program(gl.program_id(0), blocks, TOGETHER)
     first, count, down = query_pairs(head_index, block, sizes, CAUSAL, ROTATED)
@@ -1084,11 +1093,13 @@ def _consume_backward(
     step = 0
     for iteration in range(iterations):
         pair = pair_of_step(step, first, count, down, pairs)
+        is_masked = (step >= first_masked) & (step < first_masked + masked)
+        if window is not None:  # the last queries do not see the first keys
+            is_masked = is_masked | ((pair - block + 1) * PAIR - 1 + diagonal > window)
         for half in gl.static_range(2):
             next_products, d_k, d_v = _backward_half(
                 half, CONSUMER, next_products, operands, d_k, d_v, tiles, barriers, pair * PAIR, iteration,
-                iteration + 1 < iterations, (step >= first_masked) & (step < first_masked + masked), factor,
-                first_key, keys, diagonal, dtype, DIM, CAUSAL,
+                iteration + 1 < iterations, is_masked, factor, first_key, keys, diagonal, window, dtype, DIM, CAUSAL,
             )  # fmt: skip
         step += 1
         if step == count:  # the next head of queries of the group
@@ -1122,10 +1133,12 @@ def _consume_backward(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors"])
+@gluon.jit(
+    do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors", "left"]
+)
 def attention_sm90_backward_kernel(
     lse2, delta, counters, key_gradient, value_gradient, query, key, value, gradient, sums, scale,
-    queries, keys, heads, group, pairs, blocks, diagonal, rows, processors,
+    queries, keys, heads, group, pairs, blocks, diagonal, rows, processors, left,
     DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """The backward pass. Tensors are descriptors, except lse2 and delta, padded to whole pairs, and the counters."""
@@ -1154,7 +1167,7 @@ def attention_sm90_backward_kernel(
     fence_async_shared()
     barriers = (keys_full, full, empty, ds_full, dq_empty)
     tiles = (key_tiles, value_tiles, query_ring, gradient_ring, statistics_ring, ds_tiles, dq_tiles)
-    sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors)
+    sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors, left)
     gl.warp_specialize(
         [
             (
@@ -1236,7 +1249,7 @@ def _add_wide(
 ):  # fmt: skip
     """The adding warp: as `add_query_gradients`, with one tile for both halves of a pair."""
     dq_tiles = tiles[6]
-    _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors = sizes
+    _queries, _keys, _heads, group, pairs, blocks, _diagonal, rows, _processors, _left = sizes
     dq_full, dq_empty = barriers[5], barriers[6]
     block, head = keys_of_program(gl.program_id(0), blocks, TOGETHER)
     first, count, down = query_pairs(head, block, sizes, CAUSAL, ROTATED)
@@ -1275,7 +1288,7 @@ def _load_wide(
 ):  # fmt: skip
     """The producer: copies the keys and values of this program, and then queries, dO, lse and delta, block by block."""
     key_tiles, value_tiles, query_rings, gradient_rings, statistics_ring, _ds_tiles, _dq_tiles = tiles
-    _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors = sizes
+    _queries, _keys, heads, group, pairs, blocks, _diagonal, _rows, _processors, _left = sizes
     keys_full, full, empty = barriers[0], barriers[1], barriers[2]
     key_heads = heads // group
     block, head_index = keys_of_program(gl.program_id(0), blocks, TOGETHER)
@@ -1318,7 +1331,7 @@ def _consume_wide(
     With more than 256 columns of dK and dV, registers for dQ are free after the products before it.
     """
     key_tiles, value_tiles, query_rings, gradient_rings, statistics_ring, ds_tiles, dq_tiles = tiles
-    _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors = sizes
+    _queries, keys, heads, group, pairs, blocks, diagonal, _rows, _processors, window = sizes
     keys_full, full, empty, ds_full, ds_empty, dq_full, dq_empty = barriers
     layout: gl.constexpr = wgmma_layout(64)
     by_column: gl.constexpr = gl.SliceLayout(0, layout)
@@ -1358,11 +1371,17 @@ def _consume_wide(
         # P^T = exp2(S^T - lse)
         weights = gl.exp2(scores * factor - statistics_ring.index(2 * slot).load(by_column)[None, :])
         pair_step = step // 2
-        if (pair_step >= first_masked) & (pair_step < first_masked + masked):
+        pair = pair_of_step(pair_step, first, count, down, pairs)
+        is_masked = (pair_step >= first_masked) & (pair_step < first_masked + masked)
+        if window is not None:  # the last queries do not see the first keys
+            is_masked = is_masked | ((pair - block + 1) * PAIR - 1 + diagonal > window)
+        if is_masked:
             key_index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
             if CAUSAL:
-                row = pair_of_step(pair_step, first, count, down, pairs) * PAIR + (step & 1) * ROWS
+                row = pair * PAIR + (step & 1) * ROWS
                 last = gl.arange(0, ROWS, layout=by_column) + (row + diagonal - first_key)
+                if window is not None:
+                    weights = gl.where(key_index[:, None] >= (last - window)[None, :], weights, 0.0)
                 last = gl.minimum(last, keys - first_key - 1)
                 weights = gl.where(key_index[:, None] <= last[None, :], weights, 0.0)
             else:
@@ -1425,11 +1444,13 @@ def _consume_wide(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors"])
+@gluon.jit(
+    do_not_specialize=["queries", "keys", "heads", "group", "pairs", "blocks", "diagonal", "rows", "processors", "left"]
+)
 def attention_sm90_wide_backward_kernel(
     lse2, delta, counters, key_gradient, value_gradient, query, key, value, gradient, sums,
     key_gradient_rest, value_gradient_rest, query_rest, key_rest, value_rest, gradient_rest, sums_rest, scale,
-    queries, keys, heads, group, pairs, blocks, diagonal, rows, processors,
+    queries, keys, heads, group, pairs, blocks, diagonal, rows, processors, left,
     DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAUSAL: gl.constexpr, ROTATED: gl.constexpr, SUMS: gl.constexpr,
     TOGETHER: gl.constexpr,
 ):  # fmt: skip
@@ -1476,7 +1497,7 @@ def attention_sm90_wide_backward_kernel(
     fence_async_shared()
     barriers = (keys_full, full, empty, ds_full, ds_empty, dq_full, dq_empty)
     tiles = (key_tiles, value_tiles, query_rings, gradient_rings, statistics_ring, ds_tiles, dq_tiles)
-    sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors)
+    sizes = (queries, keys, heads, group, pairs, blocks, diagonal, rows, processors, left)
     gl.warp_specialize(
         [
             (
@@ -1507,10 +1528,10 @@ def attention_sm90_wide_backward_kernel(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["heads", "queries", "padded", "blocks", "diagonal"])
+@triton.jit(do_not_specialize=["heads", "queries", "padded", "blocks", "diagonal", "left"])
 def attention_sums_kernel(
-    sums, query_gradient, batch_stride, head_stride, stride, scale, heads, queries, padded, blocks, diagonal, size,
-    DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr,
+    sums, query_gradient, batch_stride, head_stride, stride, scale, heads, queries, padded, blocks, diagonal, left,
+    size, DIM: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, CAUSAL: tl.constexpr, SUMS: tl.constexpr,
     PAIR: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """dQ from its partial sums, of those to which a part was added. Sums have DIM columns, and a head HEAD_DIM."""
@@ -1525,6 +1546,8 @@ def attention_sums_kernel(
     parts = blocks
     if CAUSAL:
         parts = tl.minimum(tl.cdiv(tl.maximum(first // PAIR * PAIR + PAIR + diagonal, 0), PAIR), blocks)
+        if left is not None:
+            parts -= tl.maximum(first // PAIR * PAIR + diagonal - left, 0) // PAIR
     total = tl.zeros([ROWS, BLOCK_DIM], tl.float32)
     offsets = (head_index * padded + row) * DIM + column
     for part in tl.static_range(SUMS):
@@ -1539,7 +1562,7 @@ def backward(
     problem: AttentionProblem, gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor,
     for_query: bool, for_keys: bool, for_bias: bool = False, for_sinks: bool = False,
 ) -> Gradients:  # fmt: skip
-    """The gradients of query, key and value, which are computed together. No problem has a bias or sinks."""
+    """The gradients of query, key and value, which are computed together, and of sinks. No problem has a bias."""
     if not _is_tma_copyable(gradient):
         gradient = gradient.contiguous()
     heads = problem.batches * problem.heads
@@ -1558,9 +1581,13 @@ def backward(
     causal = problem.right == 0
     diagonal = _diagonal_offset(problem)
     key_heads = problem.batches * problem.key_heads
-    together = heads_together(dim, causal, problem.group, key_heads, blocks, processors(device))
-    # programs may wait for later ones if these surely run at the same time
-    rotated = blocks <= processors(device) and together == 1
+    left = problem.left if problem.left >= 0 else None
+    # Programs may wait for later ones if these surely run at the same time. In a window each program comes to a pair of
+    # blocks one step after the program before it, in the order of their numbers, and none has to wait
+    together = (
+        1 if left is not None else heads_together(dim, causal, problem.group, key_heads, blocks, processors(device))
+    )
+    rotated = blocks <= processors(device) and together == 1 and left is None
     tensors = (
         (by_key, dim), (by_value, value_dim), (problem.query, dim), (problem.key, dim), (problem.value, value_dim),
         (gradient, value_dim),
@@ -1568,7 +1595,7 @@ def backward(
     grid = (blocks * key_heads, 1, 1)
     numbers = (
         problem.scale, problem.queries, problem.keys, problem.heads, problem.group, pairs, blocks, diagonal,
-        heads * padded, processors(device),
+        heads * padded, processors(device), left,
     )  # fmt: skip
     if dim == value_dim and dim in _OVERLAPPED_DIMS:
         tiles = (_tile_descriptor(x, _WARPGROUP_ROWS, columns) for x, columns in tensors)
@@ -1586,14 +1613,17 @@ def backward(
             together, warps=4, registers=168,
         )  # fmt: skip
     empty = gradient.new_empty(0)
+    by_sinks = empty
+    if for_sinks and problem.sinks is not None:
+        by_sinks = sinks_backward(problem.sinks, lse, delta[..., : problem.queries])
     if not for_keys:
         by_key = by_value = empty
     if not for_query:
-        return empty, by_key, by_value, empty, empty
+        return empty, by_key, by_value, empty, by_sinks
     by_query = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.dim)
     launch(
         attention_sums_kernel, (pairs * (_PAIR // _SUM_ROWS) * heads, 1, 1), sums, by_query, *by_query.stride()[:3],
-        problem.scale, problem.heads, problem.queries, padded, blocks, diagonal, heads * padded * dim,
+        problem.scale, problem.heads, problem.queries, padded, blocks, diagonal, left, heads * padded * dim,
         dim, problem.dim, next_power_of_2(dim), causal, number, _PAIR, _SUM_ROWS,
     )  # fmt: skip
-    return by_query, by_key, by_value, empty, empty
+    return by_query, by_key, by_value, empty, by_sinks
