@@ -421,11 +421,51 @@ def test_mistakes_are_named():
 @pytest.mark.parametrize("size", [1, 64, 4096, 16384, 32768, 65536, 262144])
 def test_heuristics_are_among_what_can_be_launched(size):
     assert 4 <= len(tuning.forward_candidates(size)) <= 40
-    assert type(tuning.forward_heuristic(size)) in map(type, tuning.forward_candidates(size))
+    assert type(tuning.forward_heuristic(size, 4096, 132)) in map(type, tuning.forward_candidates(size))
     for centered, added in itertools.product((False, True), repeat=2):
         candidates = tuning.backward_candidates(size, centered=centered, added=added)
         assert 4 <= len(candidates) <= 40
         assert type(tuning.backward_heuristic(size, centered=centered)) in map(type, candidates)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(40, 128), (317, 512), (253, 1280), (333, 7000)], ids=str)
+def test_few_rows_are_spread_over_all_multiprocessors(rows, columns):
+    config = tuning.forward_heuristic(columns, rows, 132)
+    assert config.rows == 1
+    threads = 32 * config.warps
+    assert columns <= 16 * threads, "no thread has more than two loads"
+    assert 8 * threads <= max(2 * columns, 256), "and few have none"
+
+
+@pytest.mark.parametrize("columns", [128, 384, 1024, 1536, 8192])
+def test_a_warp_of_many_rows_has_its_loads_in_flight(columns):
+    config = tuning.forward_heuristic(columns, 10**6, 132)
+    assert config.rows * config.warps >= 1
+    assert 16 * 32 * config.warps < config.rows * columns <= 32 * 32 * config.warps
+
+
+def test_a_measured_tile_holds_for_many_rows_that_fill_its_block():
+    def config(rows, columns):
+        device = torch.device("cpu")
+        return tuning.forward_config(columns, rows, device, centered=False, added=True)
+
+    measured = ForwardTileConfig(rows=2, warps=32)
+    assert config(16384, 4096) == config(16384, 4000) == measured
+    assert config(300, 4096).rows == config(16384, 2816).rows == 1
+
+
+def test_masks_leave_registers_for_fewer_programs():
+    full, masked = (tuning.backward_heuristic(size, centered=True) for size in (2048, 1536))
+    assert (masked.rows, masked.warps) == (full.rows, full.warps) == (1, 4)
+    assert masked.programs < full.programs
+
+
+@pytest.mark.parametrize(("shape", "width"), [((3, 5656), 8), ((3, 4724), 4), ((3, 4096), 16), ((3, 7), 1)], ids=str)
+def test_the_width_of_loads_follows_from_sizes_and_strides(shape, width):
+    x = torch.empty(shape)
+    assert strided_rows(x, x).width == width
+    wide = torch.empty(shape[0], shape[1] + 6)[:, : shape[1]]  # rows end as before, and start elsewhere
+    assert strided_rows(x, wide).width == min(width, 2 if shape[1] % 2 == 0 else 1)
 
 
 SIZES = [(32768 * 8, 128), (32768, 1024), (16384, 4096), (4096, 16384), (2048, 65536), (1024, 262144)]

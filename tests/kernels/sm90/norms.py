@@ -29,17 +29,20 @@ def launches():
     rms, added, centered, both = kinds
     for columns, dtype, also in (
         (128, BF16, []),
+        (616, torch.float16, [both]),
         (1024, BF16, []),
+        (1536, BF16, [both]),
         (4096, BF16, [added, centered, both]),
         (4096, torch.float32, []),
         (16384, BF16, [added, centered, both]),
         (65536, BF16, [added, centered, both]),
         (262144, BF16, [added, centered, both]),
     ):
+        rows = 2**26 // columns  # many: a few rows would be spread over more threads
         x, weight, statistics = (
-            torch.empty(64, columns, dtype=dtype),
+            torch.empty(rows, columns, dtype=dtype),
             torch.empty(columns, dtype=dtype),
-            torch.empty(2, 64),
+            torch.empty(2, rows),
         )
         name = f"{columns}, {str(dtype).removeprefix('torch.')}"
         if columns < 262144:

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nearpeak.kernels._runtime.rows import assume_multiple, common_width
+
 MOST_LEVELS = 3
 Strides = tuple[int, int, int]
 
@@ -29,6 +31,8 @@ class StridedRows:
     """The sizes of the middle and the innermost index."""
     levels: int
     """The number of indices that are needed: with 1, one stride leads from each row to the next."""
+    width: int
+    """The power of 2 that divides the number of columns and all strides: how many elements a load may have."""
 
 
 def strided_rows(*tensors: Tensor | None) -> StridedRows:
@@ -39,7 +43,14 @@ def strided_rows(*tensors: Tensor | None) -> StridedRows:
     present = [tensor for tensor in tensors if tensor is not None]
     if all(tensor.is_contiguous() for tensor in present):
         stride = present[0].shape[-1]
-        return StridedRows(tensors=list(tensors), strides=[(0, 0, stride)] * len(tensors), middle=1, inner=1, levels=1)
+        return StridedRows(
+            tensors=list(tensors),
+            strides=[(0, 0, stride)] * len(tensors),
+            middle=1,
+            inner=1,
+            levels=1,
+            width=common_width(stride),
+        )
     dense = [None if tensor is None else _with_dense_rows(tensor) for tensor in tensors]
     dimensions = _merge_dimensions(dense)
     if len(dimensions) > MOST_LEVELS:
@@ -53,6 +64,7 @@ def strided_rows(*tensors: Tensor | None) -> StridedRows:
         middle=dimensions[1][0],
         inner=dimensions[2][0],
         levels=3 if dimensions[0][0] > 1 else 2 if dimensions[1][0] > 1 else 1,
+        width=common_width(present[0].shape[-1], *outer, *middle, *inner),
     )
 
 
@@ -79,13 +91,13 @@ def _merge_dimensions(tensors: list[Tensor | None]) -> list[tuple[int, tuple[int
 
 
 @triton.jit
-def row_start(row, middle, inner, outer_stride, middle_stride, inner_stride, LEVELS: tl.constexpr):
-    """The first element of rows; `row`, and with it the result, has 64 bits."""
+def row_start(row, middle, inner, outer_stride, middle_stride, inner_stride, LEVELS: tl.constexpr, WIDTH: tl.constexpr):
+    """The first element of rows; `row`, and with it the result, has 64 bits. WIDTH divides all strides."""
     if LEVELS == 1:
-        start = row * inner_stride
-    elif LEVELS == 2:
-        start = row // inner * middle_stride + row % inner * inner_stride
-    else:
-        above = row // inner
-        start = above // middle * outer_stride + above % middle * middle_stride + row % inner * inner_stride
-    return start
+        return row * assume_multiple(inner_stride, WIDTH)
+    start = row % inner * assume_multiple(inner_stride, WIDTH)
+    if LEVELS == 2:
+        return start + row // inner * assume_multiple(middle_stride, WIDTH)
+    above = row // inner
+    start += above // middle * assume_multiple(outer_stride, WIDTH)
+    return start + above % middle * assume_multiple(middle_stride, WIDTH)

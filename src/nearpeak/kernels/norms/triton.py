@@ -42,7 +42,7 @@ from nearpeak.kernels._runtime.row_barrier import (
     split_row,
     wait,
 )
-from nearpeak.kernels._runtime.rows import rematerialize
+from nearpeak.kernels._runtime.rows import assume_multiple, common_width, rematerialize
 from nearpeak.kernels._runtime.strided_rows import StridedRows, row_start, strided_rows
 from nearpeak.kernels._runtime.tuning import processors
 from nearpeak.kernels.norms import library
@@ -70,21 +70,23 @@ def forward_tile(
     rows, columns, middle, inner,
     x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
     eps, offset,
-    CENTERED: tl.constexpr, LEVELS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Whole rows in registers: PACKED, as the 16 bits that were read, so that more programs run at a time."""
+    columns = assume_multiple(columns, WIDTH)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     column = tl.arange(0, BLOCK)  # (BLOCK,)
     in_rows = row < rows
     in_columns = column < columns
     inside = in_rows[:, None] & in_columns[None, :]
     # load x, and add the residual
-    start = row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
+    start = row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH)
     loaded = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0)  # (ROWS, BLOCK)
     values = loaded.to(tl.float32)
     written = (row * columns)[:, None] + column[None, :]
     if residual is not None:
-        start = row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
+        start = row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS, WIDTH)
         values += tl.load(residual + start[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
         # the rounded sum is normalized, as in a model that adds and normalizes in two steps
         loaded = values.to(total.dtype.element_ty)
@@ -207,10 +209,11 @@ def forward_split(
     rows, columns, middle, inner,
     x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
     eps, offset, part, parts,
-    CENTERED: tl.constexpr, LEVELS: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr, PHASE: tl.constexpr,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, STEPS: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, HINTS: tl.constexpr, KEPT: tl.constexpr, PHASE: tl.constexpr,
 ):  # fmt: skip
     """One part of one row; a row of one part needs no barrier."""
+    columns = assume_multiple(columns, WIDTH)
     number = tl.program_id(0)
     if PARTS > 1:
         number = claim_part(counters, PHASE)
@@ -218,10 +221,12 @@ def forward_split(
     own = number % parts
     begin = own * part
     stop = tl.minimum(begin + part, columns)
-    x_row = x + row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS)
+    x_row = x + row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH)
     residual_row = None
     if residual is not None:
-        residual_row = residual + row_start(row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS)
+        residual_row = residual + row_start(
+            row, middle, inner, residual_outer, residual_middle, residual_inner, LEVELS, WIDTH
+        )
     total_row = total + row * columns
     mean = 0.0
     # first pass: statistics of this part
@@ -325,14 +330,14 @@ def _forward(
 
             if sm90.forward(strided, weight, bias, *results, rows, columns, eps, offset, centered, config):
                 return results
-        config = forward_heuristic(size)
+        config = forward_heuristic(size, rows, processors(x.device))
     tensors = (*strided.tensors, weight, bias, *results)
     sizes = (rows, columns, strided.middle, strided.inner, *strided.strides[0], *strided.strides[1], eps, offset)
     warps = config.warps
     if isinstance(config, ForwardTileConfig):
         launch(
             forward_tile, (triton.cdiv(rows, config.rows), 1, 1), *tensors, *sizes, centered, strided.levels,
-            config.rows, next_power_of_2(columns), config.packed, warps=warps,
+            strided.width, config.rows, next_power_of_2(columns), config.packed, warps=warps,
             registers=None if config.programs is None else registers_per_thread(warps, config.programs),
         )  # fmt: skip
         return results
@@ -345,8 +350,8 @@ def _forward(
     for phase in PHASES if parts > 1 else PHASES[:1]:
         launch(
             forward_split, (rows * parts, 1, 1), *tensors, partial, counters, *sizes, part, parts, centered,
-            strided.levels, next_power_of_2(parts), config.steps, block, config.stages, config.hints, config.kept,
-            phase, warps=warps,
+            strided.levels, strided.width, next_power_of_2(parts), config.steps, block, config.stages, config.hints,
+            config.kept, phase, warps=warps,
         )  # fmt: skip
     return results
 
@@ -388,9 +393,9 @@ def as_float32(values):
 @triton.jit
 def read_rows(
     tensor, row, column, inside, middle, inner, outer_stride, middle_stride, inner_stride,
-    LEVELS: tl.constexpr, POLICY: tl.constexpr,
+    LEVELS: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    start = row_start(row, middle, inner, outer_stride, middle_stride, inner_stride, LEVELS)
+    start = row_start(row, middle, inner, outer_stride, middle_stride, inner_stride, LEVELS, WIDTH)
     return tl.load(tensor + start[:, None] + column[None, :], mask=inside, other=0.0, eviction_policy=POLICY)
 
 
@@ -451,10 +456,11 @@ def backward_tile(
     rows, columns, middle, inner,
     gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner, sum_outer, sum_middle, sum_inner,
     offset,
-    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr, STAGES: tl.constexpr,
-    AGAIN: tl.constexpr,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, WANTS_WEIGHT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr,
+    STAGES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
+    columns = assume_multiple(columns, WIDTH)
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     column = tl.arange(0, BLOCK)
@@ -466,13 +472,24 @@ def backward_tile(
         in_rows, in_columns, inside = row_and_column_masks(first, rows, column, columns, ROWS, FULL, EVEN)
         # load g, x and the gradient of the sum: (ROWS, BLOCK)
         g_read = read_rows(
-            gradient, row, column, inside, middle, inner, gradient_outer, gradient_middle, gradient_inner, LEVELS, ""
+            gradient,
+            row,
+            column,
+            inside,
+            middle,
+            inner,
+            gradient_outer,
+            gradient_middle,
+            gradient_inner,
+            LEVELS,
+            WIDTH,
+            "",
         )
-        x_read = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, "")
+        x_read = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH, "")
         added = None
         if sum_gradient is not None and (dx is not None or dresidual is not None):
             added = read_rows(
-                sum_gradient, row, column, inside, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS, ""
+                sum_gradient, row, column, inside, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS, WIDTH, ""
             )
         rstd = tl.load(statistics + row, mask=in_rows, other=0.0)
         g = as_float32(g_read)
@@ -535,9 +552,10 @@ def backward_shared(
     rows, columns, middle, inner,
     gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner, sum_outer, sum_middle, sum_inner,
     offset, parts, groups, batch,
-    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WANTS_WEIGHT: tl.constexpr, WANTS_BIAS: tl.constexpr,
-    PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FULL: tl.constexpr,
-    EVEN: tl.constexpr, AHEAD: tl.constexpr, HINTS: tl.constexpr, STAGES: tl.constexpr, PHASE: tl.constexpr,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, WANTS_WEIGHT: tl.constexpr,
+    WANTS_BIAS: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr, EVEN: tl.constexpr, AHEAD: tl.constexpr, HINTS: tl.constexpr, STAGES: tl.constexpr,
+    PHASE: tl.constexpr,
 ):  # fmt: skip
     """One part of the rows of one group; a row of one part needs no barrier.
 
@@ -551,6 +569,7 @@ def backward_shared(
     of complete groups wait only for each other, finish, and make room for it. A row of more parts than the GPU has
     multiprocessors takes two launches, without a barrier, of which the second writes.
     """
+    columns = assume_multiple(columns, WIDTH)
     # what is read again soon should stay in the cache, and leave it then
     FIRST_POLICY: tl.constexpr = "evict_last" if HINTS else ""
     LAST_POLICY: tl.constexpr = "evict_first" if HINTS else ""
@@ -573,9 +592,11 @@ def backward_shared(
                 row = first + index + tl.arange(0, ROWS)
                 g = read_rows(
                     gradient, row, column, inside, middle, inner,
-                    gradient_outer, gradient_middle, gradient_inner, LEVELS, FIRST_POLICY,
+                    gradient_outer, gradient_middle, gradient_inner, LEVELS, WIDTH, FIRST_POLICY,
                 )  # fmt: skip
-                n = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, FIRST_POLICY)
+                n = read_rows(
+                    x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH, FIRST_POLICY
+                )
                 g, n = as_float32(g), as_float32(n)
                 if CENTERED:
                     n -= tl.load(statistics + rows + row, mask=in_rows, other=0.0)[:, None]
@@ -613,16 +634,16 @@ def backward_shared(
                     row = first + index + tl.arange(0, ROWS)
                     g = read_rows(
                         gradient, row, column, inside, middle, inner,
-                        gradient_outer, gradient_middle, gradient_inner, LEVELS, LAST_POLICY,
+                        gradient_outer, gradient_middle, gradient_inner, LEVELS, WIDTH, LAST_POLICY,
                     )  # fmt: skip
                     n = read_rows(
-                        x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, LAST_POLICY
+                        x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH, LAST_POLICY
                     )
                     added = None
                     if sum_gradient is not None:
                         added = read_rows(
                             sum_gradient, row, column, inside, middle, inner,
-                            sum_outer, sum_middle, sum_inner, LEVELS, "",
+                            sum_outer, sum_middle, sum_inner, LEVELS, WIDTH, "",
                         )  # fmt: skip
                     # no mask: rows after the last read the sums of the last, and are not written
                     known = row if FULL else tl.minimum(row, rows - 1)
@@ -651,9 +672,10 @@ def backward_shared(
 @triton.jit
 def add_partials(
     partials, dweight, dbias, programs, columns,
-    WANTS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums the (1 or 2, programs, columns) partial sums over programs, for weight and bias."""
+    columns = assume_multiple(columns, WIDTH)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_columns = column < columns
     row = tl.arange(0, ROWS)
@@ -720,7 +742,8 @@ def norm_backward(
         width = max(4096 // height, 32 if columns > 2048 else 8)
         launch(
             add_partials, (triton.cdiv(columns, width), wants[2] + wants[3], 1),
-            partials, dweight, dbias if wants[3] else None, parts, columns, wants[2], height, width,
+            partials, dweight, dbias if wants[3] else None, parts, columns, wants[2],
+            common_width(columns), height, width,
             warps=height * width // 1024,
         )  # fmt: skip
     return dx, dresidual, dweight, dbias
@@ -740,8 +763,8 @@ def _backward_by_tiles(
     launch(
         backward_tile, (programs, 1, 1), *strided.tensors, statistics, weight, dx, dresidual, partials,
         rows, columns, strided.middle, strided.inner, *strided.strides[0], *strided.strides[1], *strided.strides[2],
-        offset, centered, strided.levels, wants[2], wants[3], height, block, rows % height == 0, columns == block,
-        config.stages, max(gradient.element_size(), x.element_size()) == 2, warps=config.warps,
+        offset, centered, strided.levels, strided.width, wants[2], wants[3], height, block, rows % height == 0,
+        columns == block, config.stages, max(gradient.element_size(), x.element_size()) == 2, warps=config.warps,
         registers=registers_per_thread(config.warps, config.programs) if height <= 4 else None,
     )  # fmt: skip
     return partials, programs
@@ -777,7 +800,7 @@ def _backward_by_groups(
             backward_shared, (plan.groups * parts, 1, 1), *strided.tensors, statistics, weight, dx, dresidual, partials,
             sums, counters, rows, columns, strided.middle, strided.inner,
             *strided.strides[0], *strided.strides[1], *strided.strides[2], offset,
-            parts, plan.groups, plan.batch, centered, strided.levels, wants[2], wants[3],
+            parts, plan.groups, plan.batch, centered, strided.levels, strided.width, wants[2], wants[3],
             padded, parts != padded, height, plan.block,
             height == 1 or (rows % height == 0 and plan.batch % height == 0), columns % plan.block == 0,
             config.ahead, config.hints, config.stages, phase, warps=plan.warps, registers=plan.registers,

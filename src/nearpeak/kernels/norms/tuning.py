@@ -14,7 +14,7 @@ import torch
 from nearpeak.kernels._runtime.launch import next_power_of_2
 from nearpeak.kernels._runtime.ring_buffer import RingConfig, ring_backward_candidates, ring_forward_candidates
 from nearpeak.kernels._runtime.row_barrier import MAX_PARTS, SplitConfig, adapt_to_rows, split_candidates
-from nearpeak.kernels._runtime.tuning import from_row, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
 
 MAX_FORWARD_TILE = 32768
 """A longer row does not fit into the registers of 32 warps."""
@@ -22,6 +22,11 @@ MAX_BACKWARD_TILE = 16384
 MAX_ROWS = 128
 """Rows per program, each of which takes registers for its address and its statistics."""
 MIN_GROUP_ROW = 4096
+_VECTOR = 8
+"""Elements of 16 bits that a thread loads at once."""
+_WARPS = 32
+"""That run at a time on a multiprocessor if their threads take 64 registers."""
+_WAVES = 4
 _SHARED_BYTES = 220 * 2**10
 """The shared memory of a multiprocessor, less a little for reductions."""
 
@@ -89,20 +94,36 @@ def registers_per_thread(warps: int, programs: int) -> int:
 
 
 def forward_config(size: int, rows: int, device: torch.device, *, centered: bool, added: bool) -> ForwardConfig:
-    """The measured configuration, or the heuristic."""
+    """The measured configuration, if there are as many rows as it was measured with, or the heuristic."""
     row = tuned(table_key("norm_forward", centered, added), size, device)
     measured = from_row(row, ForwardTileConfig, SplitConfig, RingConfig)
-    return forward_heuristic(size) if measured is None else adapt_to_rows(measured, rows)
+    if measured is None or (isinstance(measured, ForwardTileConfig) and not _fills_gpu(measured, rows, device)):
+        return forward_heuristic(size, rows, processors(device))
+    return adapt_to_rows(measured, rows)
 
 
-def forward_heuristic(size: int) -> ForwardTileConfig | SplitConfig:
+def _fills_gpu(config: ForwardTileConfig, rows: int, device: torch.device) -> bool:
+    """Whether the programs of a launch come in so many waves that the last one, which is not full, hardly matters."""
+    at_a_time = processors(device) * max(_WARPS // config.warps, 1)
+    return rows >= config.rows * at_a_time * _WAVES
+
+
+def forward_heuristic(size: int, rows: int, processors: int) -> ForwardTileConfig | SplitConfig:
+    """The smallest programs whose threads have 32 elements, in 4 loads of 16 bytes; fewer elements of a few rows.
+
+    What limits is how many bytes are in flight, and how evenly the multiprocessors are filled at the end. A row of up
+    to 1024 elements has one warp, which adds up without a barrier.
+    """
     block = next_power_of_2(size)
     if block > MAX_FORWARD_TILE:
         return SplitConfig()
-    warps = min(max(block // 1024, 4), 32)
-    # 32 elements per thread, in 4 loads of 16 bytes
-    rows = min(max(32 * 32 * warps // block, 1), MAX_ROWS)
-    return ForwardTileConfig(rows=rows, warps=warps, programs=2 if _fills_half(warps, block) else None)
+    warps, together = max(block // 1024, 1), min(max(1024 // block, 1), MAX_ROWS)
+    enough = processors * _WARPS
+    while together > 1 and rows // together < enough:
+        together //= 2
+    while warps < 32 and together * block > 32 * warps * _VECTOR and rows // together * warps < enough:
+        warps *= 2
+    return ForwardTileConfig(rows=together, warps=warps, programs=2 if _fills_half(warps, block) else None)
 
 
 def _fills_half(warps: int, block: int) -> bool:
@@ -142,12 +163,14 @@ def backward_heuristic(size: int, *, centered: bool = False) -> BackwardTileConf
     if block > MAX_BACKWARD_TILE or (centered and block == MAX_BACKWARD_TILE):
         width, stages = (4096, 3) if centered else (8192, 1)
         return GroupConfig(block=width, warps=16, stages=stages, programs=2, ahead=True, hints=True)
-    # 32 elements per thread; half as many with a second sum over rows, and in rows that need all threads
-    elements = 16 if centered or block == MAX_BACKWARD_TILE else 32
+    # 32 elements per thread; half as many with a second sum over rows, in rows that need all threads, and in several
+    # rows that do not fill their block: their masks take registers
+    masked = size < block
+    elements = 16 if centered or block == MAX_BACKWARD_TILE or (masked and block <= 2048) else 32
     warps = min(max(block // (32 * elements), 4), 32)
     rows = min(max(elements * 32 * warps // block, 1), MAX_ROWS)
     stages = 3 if centered and rows == 1 else 1
-    programs = max((24 if centered and rows == 1 else 16) // warps, 1)
+    programs = max((24 if centered and rows == 1 and not masked else 16) // warps, 1)
     return BackwardTileConfig(rows=rows, warps=warps, stages=stages, programs=programs)
 
 
