@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
 
     def forward(self, tokens):
         mask = (tokens != 0)[:, None, None, :]
-        x = self.embedding(tokens)  # waste
+        x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x, mask)
         return x[:, 0]
@@ -54,7 +54,7 @@ def stepping(device, *, trimmed):
 
     def step():
         with torch.no_grad():
-            return model(tokens)
+            return model(tokens)  # waste
 
     return step
 

@@ -72,6 +72,13 @@ class Step:
         """The line of the user's own that calls an installed package, by the line in that package."""
         return {op.source: op.caller for op in self.trace.ops if op.caller}
 
+    def calling_line(self, index: int) -> str:
+        """The line of the user's own that calls the model which an op is in; "" for an op in no model."""
+        module = self.trace.ops[index].module
+        lines = {line for path, line in self.trace.calls if (module + ".").startswith(path + ".")} if module else ()
+        stack = self.trace.stacks[index] if self.trace.stacks else ()
+        return next((line for line in stack if line in lines), "")
+
     def line_that_writes(self, name: str) -> str:
         """The one line of the user's own that calls a class or sets an option of this name; "" if there are several.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from nearpeak.ops.fast_init import fast_init
 from nearpeak.ops.graph import GraphReplay
@@ -192,13 +192,37 @@ class SeenOptimizer:
 class Padding:
     """A batch of sequences that were padded to one length, by the values that were seen."""
 
-    rows: int
     length: int
     """Of every row, padding included."""
-    longest: int
-    """The length of the longest row without its padding."""
-    mean: float
-    """The mean length of the rows without their padding."""
+    lengths: tuple[int, ...]
+    """Those of the rows without their padding, in ascending order."""
+    stride: int
+    """Between two places of a row, in elements of the storage."""
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest row without its padding."""
+        return self.lengths[-1]
+
+    @property
+    def mean(self) -> float:
+        """The mean length of the rows without their padding."""
+        return sum(self.lengths) / len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nonzeros:
+    """The elements of a matrix that are not zero, by a sample of its rows."""
+
+    MOST: ClassVar[float] = 0.1
+    """With a larger share, products of these elements alone take as long as those of all."""
+
+    share: float
+    """Of all elements."""
+    per_row: float
+    """Their mean number in a row."""
+    ones: bool
+    """Whether all of them are 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +311,8 @@ class Trace:
     """The path of each module that was called inside no other one, and the line that called it; in order."""
     python: Mapping[int, PythonStretch] | None = None
     """The longer stretches of Python, by the index of the op after them; None where ops did not really run here."""
-    zeros: Mapping[int, float] = field(default_factory=dict)
-    """Of ops that really ran: the share of zeros in large factors of products that are older than the step, where they
-    are nearly all; by their storages."""
+    nonzeros: Mapping[int, Nonzeros] = field(default_factory=dict)
+    """Of ops that really ran: factors of products that are nearly all zeros; by their storages."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)

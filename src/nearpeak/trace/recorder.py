@@ -31,7 +31,6 @@ from nearpeak.ops.low_gc import low_gc
 from nearpeak.ops.op import (
     Op,
     OpSignature,
-    Padding,
     Phase,
     SeenOptimizer,
     Storage,
@@ -60,6 +59,7 @@ from nearpeak.trace.modules import ModulePaths, strip_compile_wrapper
 from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.python_time import PythonTime
 from nearpeak.trace.schema import OperatorSchema, schema_of
+from nearpeak.trace.seen_values import SeenValues
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, lines_that_write, own_stack, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost
@@ -131,10 +131,7 @@ class Recorder(TorchDispatchMode):
         self._stacks: list[tuple[str, ...]] = []
         self._gradients = GradientLog(self.storages, self._locations.parameters) if mode is None else None
         self._recompute = RecomputeDetector(self.modules)
-        self._sequences: dict[int, Padding | None] = {}
-        """The padding of batches of sequences whose values were looked at, by their storages."""
-        self._zeros: dict[int, float] = {}
-        """The share of zeros in factors of products whose values were looked at, by their storages."""
+        self._values = SeenValues(self.storages)
         self._entered: list[ExitStack] = []
         self.python_time = PythonTime() if mode is None else None
 
@@ -218,10 +215,8 @@ class Recorder(TorchDispatchMode):
             self.truncated = True
             return func(*args, **kwargs)
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
-        if arguments is not None and schema.name in SEQUENCE_READERS:
-            self._guard.call(self._note_padding, schema, arguments, args)
-        if arguments is not None and schema.name in PRODUCT_FACTORS:
-            self._guard.call(self._note_zeros, schema, arguments, args)
+        if arguments is not None:
+            self._guard.call(self._values.look, schema, arguments, args)
         self.launch_begins()
         result = func(*args, **kwargs)
         if arguments is not None:
@@ -257,26 +252,6 @@ class Recorder(TorchDispatchMode):
         if not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
             self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
         return arguments
-
-    def _note_padding(self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
-        """Looks at the values of a batch of sequences, once: on a device, this waits for them."""
-        position = SEQUENCE_READERS[schema.name]
-        batch = arguments.get(schema.arguments[position])
-        if len(args) > position and isinstance(batch, Tensor) and batch.storage not in self._sequences:
-            self._sequences[batch.storage] = padding_of(args[position])
-
-    def _note_zeros(self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
-        """Looks at some rows of large factors that are no parameters and are older than the step, once each."""
-        for position in PRODUCT_FACTORS[schema.name]:
-            factor = arguments.get(schema.arguments[position])
-            if (
-                len(args) > position
-                and isinstance(factor, Tensor)
-                and factor.elements >= MIN_FACTOR_ELEMENTS
-                and factor.storage not in self._zeros
-                and self.storages.kind(factor.storage) in ("input", "buffer")
-            ):
-                self._zeros[factor.storage] = zeros_share(args[position])
 
     def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
         self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
@@ -469,10 +444,10 @@ class Recorder(TorchDispatchMode):
             graph_recorded=self.graph_recorded,
             replays=tuple(self.replays),
             optimizers=tuple(self._optimizers.values()),
-            padding={storage: padding for storage, padding in self._sequences.items() if padding is not None},
+            padding=self._values.padding,
             python=None if self.python_time is None else self.python_time.stretches(),
             calls=tuple(self.modules.calls),
-            zeros={storage: share for storage, share in self._zeros.items() if share >= MIN_ZEROS_SHARE},
+            nonzeros=self._values.nonzeros,
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),
@@ -770,98 +745,6 @@ def _grouped_mm(
 _FAKE_RESULTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
 }
-
-
-SEQUENCE_READERS: Mapping[str, int] = {
-    "aten.embedding.default": 1,
-    "aten.lstm.input": 0,
-    "aten.gru.input": 0,
-    "aten._cudnn_rnn.default": 0,
-    "aten.mkldnn_rnn_layer.default": 0,
-}
-"""Operators that read batches of sequences, and the position of that argument."""
-MAX_BATCH_ELEMENTS = 1 << 24
-"""Larger batches are not looked at."""
-MIN_SEQUENCE_LENGTH = 16
-"""Elements of a row. A few fields of a record are no sequence."""
-MIN_PADDED_SHARE = 0.05
-"""Of the batch. Less padding is not worth mentioning."""
-MAX_PADDING_INSIDE = 0.02
-"""The value that rows end with is padding if no larger share of the other elements has it."""
-
-
-PRODUCT_FACTORS: Mapping[str, tuple[int, int]] = {"aten.mm.default": (0, 1), "aten.addmm.default": (1, 2)}
-"""Operators that multiply two matrices, and the positions of these."""
-MIN_FACTOR_ELEMENTS = 1 << 20
-"""Smaller matrices are not looked at."""
-MIN_ZEROS_SHARE = 0.9
-"""With fewer zeros, products of the other elements alone take as long as those of all."""
-SAMPLED_ROWS = 256
-
-
-def zeros_share(matrix: torch.Tensor) -> float:
-    """The share of zeros in a matrix, by rows that lie evenly in it.
-
-    >>> zeros_share(torch.eye(4))
-    0.75
-    """
-    with torch.no_grad():
-        rows = matrix[:: max(1, len(matrix) // SAMPLED_ROWS)]
-        return int((rows == 0).sum()) / rows.numel()
-
-
-def padding_of(batch: torch.Tensor) -> Padding | None:
-    """The padding of a batch of sequences; None if there is little of it, or it cannot be told.
-
-    Batches are looked at where an op reads them first: token ids where they are looked up, frames of numbers where a
-    recurrent network begins. This happens in the one step that is traced, which is not timed.
-
-    A batch of ids is (rows, length), one of frames (rows, length, features) or (length, rows, features). Padding is one
-    value at the end of rows, or at their start, that hardly occurs elsewhere in them; frames are padded with zeros.
-
-    >>> padding_of(torch.tensor([[5, 7, 9, 4] * 4, [3, 8] + [0] * 14]))
-    Padding(rows=2, length=16, longest=16, mean=9.0)
-    """
-    if batch.numel() > MAX_BATCH_ELEMENTS or batch.layout is not torch.strided or batch.is_nested:
-        return None
-    with torch.no_grad():
-        if batch.dim() == 2 and not batch.is_floating_point():
-            return _longer_padding([_padding_of_ids(batch.cpu())])
-        if batch.dim() == 3 and batch.is_floating_point():
-            empty = (batch == 0).all(dim=-1).cpu()
-            return _longer_padding([_padding(empty), _padding(empty.T)])
-    return None
-
-
-def _padding_of_ids(ids: torch.Tensor) -> Padding | None:
-    if ids.shape[1] < MIN_SEQUENCE_LENGTH or len(ids) < 2:
-        return None
-    return _longer_padding([_padding(ids == ids[:, column].mode().values) for column in (-1, 0)])
-
-
-def _longer_padding(candidates: list[Padding | None]) -> Padding | None:
-    known = [padding for padding in candidates if padding is not None]
-    return min(known, key=lambda padding: padding.mean / padding.length, default=None)
-
-
-def _padding(empty: torch.Tensor) -> Padding | None:
-    """From where elements are the value that may be padding (rows, length)."""
-    rows, length = empty.shape
-    if length < MIN_SEQUENCE_LENGTH or rows < 2:
-        return None
-    for mask in (empty, empty.flip(1)):  # at the end of rows, at their start
-        places = torch.arange(1, length + 1)
-        lengths = ((~mask) * places).amax(dim=1)
-        filled = int(lengths.sum())
-        inside = int(mask.sum()) - (rows * length - filled)
-        padded = 1 - filled / (rows * length)
-        if (
-            padded >= MIN_PADDED_SHARE
-            and inside <= MAX_PADDING_INSIDE * filled
-            and 2 * int((lengths == 0).sum()) < rows
-        ):
-            return Padding(rows=rows, length=length, longest=int(lengths.max()), mean=filled / rows)
-    return None
 
 
 class FakeCopies:

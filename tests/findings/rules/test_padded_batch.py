@@ -5,6 +5,8 @@ import torch
 from gpu_steps import examined, found_in
 from torch.nn.functional import scaled_dot_product_attention
 
+from nearpeak.findings.rules.padded_batch import padded_batch
+
 LENGTH, WIDTH = 128, 256
 
 
@@ -48,8 +50,13 @@ def test_backward_is_computed_for_the_padding_too():
     assert {step.ops[index].phase for index in found.ops} == {"forward", "backward"}
 
 
-def test_batches_that_are_as_long_as_their_longest_row_are_not_named():
-    assert not found_in(padded([16, 20, 24, 128, 16, 20, 24, 30]), "padded-batch")
+def test_rows_of_mixed_lengths_belong_into_batches_of_similar_ones():
+    (found,) = found_in(padded([16, 20, 24, 128, 16, 20, 24, 30]), "padded-batch")
+    assert "16 to 128" in found.reasoning and "sort(key=len)" in found.remedy
+
+
+def test_batches_of_similar_lengths_are_not_named():
+    assert not found_in(padded([90, 95, 100, 128, 100, 105, 110, 128]), "padded-batch")
 
 
 def test_the_line_is_that_of_the_op_that_made_the_batch():
@@ -74,3 +81,80 @@ def test_the_line_is_that_of_the_op_that_made_the_batch():
 @pytest.mark.parametrize("lengths", [[LENGTH] * 8, [LENGTH - 2] * 8])
 def test_full_batches_are_not_named(lengths):
     assert not found_in(padded(lengths), "padded-batch")
+
+
+def frames(*shape, lengths):
+    x = torch.zeros(len(lengths), *shape)
+    for row, size in enumerate(lengths):
+        x[row, ..., :size] = torch.randn(*shape[:-1], size)
+    return x
+
+
+LENGTHS = [20, 30, 38, 45, 25, 33, 40, 48]
+
+
+def flattened_ids():
+    embedding, layer = torch.nn.Embedding(500, 64), torch.nn.Linear(64, 4 * WIDTH)
+    ids = frames(96, lengths=LENGTHS).sign().long().abs() * 7
+    return lambda: layer(embedding(ids.flatten())).sum().backward()
+
+
+def waveforms():
+    net = torch.nn.Sequential(torch.nn.Conv1d(1, 64, 9, stride=4), torch.nn.ReLU(), torch.nn.Conv1d(64, 64, 9))
+    waves = frames(1, 96 * 16, lengths=[16 * size for size in LENGTHS])
+    return lambda: net(waves).sum().backward()
+
+
+def frames_of_a_layer():
+    layer, out = torch.nn.Linear(40, WIDTH), torch.nn.Linear(WIDTH, 4 * WIDTH)
+    x = frames(40, 96, lengths=LENGTHS).transpose(1, 2).contiguous()
+    return lambda: out(layer(x)).square().mean().backward()
+
+
+def time_first():
+    lstm = torch.nn.LSTM(40, 64)
+    x = frames(40, 96, lengths=LENGTHS).permute(2, 0, 1).contiguous()
+
+    def step():
+        with torch.no_grad():
+            return lstm(x)[0]
+
+    return step
+
+
+def filled_on_the_left():
+    embedding, layer = torch.nn.Embedding(500, 64), torch.nn.Linear(64, 4 * WIDTH)
+    ids = (frames(96, lengths=LENGTHS).sign().long().abs() * 7).flip(1)
+    return lambda: layer(embedding(ids)).sum().backward()
+
+
+@pytest.mark.parametrize("build", [flattened_ids, waveforms, frames_of_a_layer, time_first, filled_on_the_left])
+def test_padding_is_seen_in_the_values_without_a_mask(build):
+    """A batch is 96 long where 48 would do: every op that takes longer than its launch runs along it."""
+    torch.manual_seed(0)
+    step = examined(build, live=True)
+    (waste,) = padded_batch(step)
+    assert "48 by the longest row" in waste.evidence or "768 by the longest row" in waste.evidence
+    along = [index for index, op in enumerate(step.ops) if max(map(len_of, op.inputs), default=0) >= 96]
+    assert set(waste.gains) <= set(along) and len(waste.gains) >= min(2, len(along))
+
+
+def len_of(tensor):
+    return max(tensor.shape, default=0)
+
+
+def test_gradients_without_the_padding_are_no_batch_of_their_own():
+    def build():
+        torch.manual_seed(0)
+        embedding, layer = torch.nn.Embedding(500, WIDTH), torch.nn.Linear(WIDTH, 500)
+        ids = torch.zeros(8, 97, dtype=torch.int64)
+        for row, size in enumerate(LENGTHS):
+            ids[row, :size] = torch.randint(1, 500, (size,))
+
+        def step():
+            logits = layer(embedding(ids[:, :-1])).flatten(0, 1)
+            torch.nn.functional.cross_entropy(logits, ids[:, 1:].flatten(), ignore_index=0).backward()
+
+        return step
+
+    assert len(examined(build, live=True).trace.padding) == 1

@@ -7,7 +7,8 @@ import torch
 from gpu_steps import examined, found_in
 
 from nearpeak.findings.rules.sparse_as_dense import sparse_as_dense
-from nearpeak.trace.recorder import zeros_share
+from nearpeak.ops.op import Nonzeros
+from nearpeak.trace.seen_values import nonzeros_of
 
 NODES, WIDTH = 1100, 128  # more than a million elements
 
@@ -66,18 +67,20 @@ def test_a_batch_of_few_words_each_is_multiplied_with_parameters():
         return lambda: layer(words).sum().backward()
 
     step = examined(build, live=True, times=lambda op, expected: 500e-6)
-    assert step.trace.zeros and not found_in(step, "sparse-as-dense")
+    assert step.trace.nonzeros and not found_in(step, "sparse-as-dense")
 
 
 def test_less_is_saved_than_the_elements_take_themselves():
     step = network()
-    (storage,) = step.trace.zeros
-    half = dataclasses.replace(step, trace=dataclasses.replace(step.trace, zeros={storage: 0.1}))
+    (storage,) = step.trace.nonzeros
+    half = dataclasses.replace(
+        step, trace=dataclasses.replace(step.trace, nonzeros={storage: Nonzeros(share=0.9, per_row=990.0, ones=False)})
+    )
     assert not list(sparse_as_dense(half))
 
 
 def test_zeros_are_counted_in_rows_that_lie_evenly():
     matrix = torch.ones(1024, 8)
     matrix[::4] = 0.0
-    assert zeros_share(matrix) == 1.0  # each fourth row
-    assert zeros_share(torch.eye(100)) == 0.99
+    assert nonzeros_of(matrix).share == 0.0  # each fourth row
+    assert nonzeros_of(torch.eye(100)) == Nonzeros(share=0.01, per_row=1.0, ones=True)

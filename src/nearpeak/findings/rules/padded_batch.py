@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from nearpeak.bound.tiles import FACTORS
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Op, Padding
@@ -13,120 +14,249 @@ from nearpeak.ops.tensor import Tensor
 from nearpeak.units import percent, seconds
 
 _LEAST = 0.05
-"""Of the length: padding below this is not worth a remedy."""
+"""Of the length: padding that every row has is not worth a remedy below this."""
+_LEAST_MIXED = 0.3
+"""Of the batch: less padding up to the longest row is usual."""
+_MOST_OF_IT = 0.6
+"""The longest row is the length to pad to where that removes this share of what rows of similar lengths would."""
+_BUCKETS = 8
+"""Into so many batches of similar lengths sequences are sorted."""
+
+
+_MULTIPLE = 8
+"""Rows are padded to a multiple of this: products and attention run on whole tiles."""
 
 
 @rule("padded-batch", needs=["storages"])
 def padded_batch(step: Step) -> Iterator[Waste]:
-    """Ops on sequences with padding that every row of the batch has, compared with the same ops without it."""
+    """Ops on sequences with padding, compared with the same ops on rows without it, or with less of it."""
+    reached: set[int] = set()
+    """What was computed from a batch that was seen has the same padding."""
     for storage, padding in step.trace.padding.items():
-        reader = next((index for index, op in enumerate(step.ops) if _begins(step, index, op, storage)), None)
-        if reader is None or padding.length - padding.longest < _LEAST * padding.length:
-            continue  # as long as its longest row, as each batch may be
-        first = next(index for index, op in enumerate(step.ops) if _reads(op, storage))
-        gains = _gains(step, first, padding, padding.longest)
+        lengths = _better_lengths(padding)
+        if storage in reached or not lengths or storage not in step.touched_by:
+            continue
+        places = _Places(storage, padding.stride)
+        gains = _gains(step, places, [length / padding.length for length in lengths])
+        reached.update(places.storages)
         if not gains:
             continue
+        op, line = _enters(step, storage, padding)
         took = step.seconds(gains)
+        left_s = took - sum(gains.values())
+        rows = len(padding.lengths)
+        by_length = len(lengths) > 1
         yield Waste(
             title=f"{percent(1 - padding.mean / padding.length, 0)} of a batch of sequences is padding.",
-            op=_enters(step, reader, storage),
+            op=op,
+            source=line,
             gains=gains,
-            evidence=f"{padding.rows} rows of {padding.length} are padded: {padding.mean:.0f} of them are used on "
-            f"average, {padding.longest} by the longest row. {len(gains)} ops on padded rows took {seconds(took)}.",
-            reasoning=f"With rows of {padding.longest}, the longest of this batch, these ops take "
-            f"{seconds(took - sum(gains.values()))}. Seen in one batch: others may differ. Batches of similar lengths "
-            "would save more.",
-            remedy="pad_sequence(sequences, batch_first=True)  # to the longest of the batch, in the loader's "
-            "collate_fn\n"
-            "# transformers: tokenizer(texts, padding='longest'), not 'max_length'\n"
-            "# More still: a batch_sampler that draws sequences of similar lengths.",
+            evidence=f"{rows} rows of {padding.length} are padded: {padding.mean:.0f} of them are used on average, "
+            f"{padding.longest} by the longest row. {len(gains)} ops on padded rows took {seconds(took)}.",
+            reasoning=(
+                f"In batches of similar lengths ({min(lengths)} to {max(lengths)}), these ops take {seconds(left_s)} "
+                "on average. "
+                if by_length
+                else f"With rows of {lengths[0]}, for the longest of this batch, these ops take {seconds(left_s)}. "
+                "Batches of similar lengths would save more. "
+            )
+            + "Seen in one batch: others may differ.",
+            remedy=_BY_LENGTH if by_length else _TO_THE_LONGEST,
         )
 
 
-def _reads(op: Op, storage: int) -> bool:
-    return any(tensor.storage == storage for tensor in op.inputs) and bool(op.outputs)
+_TO_THE_LONGEST = (
+    "pad_sequence(sequences, batch_first=True)  # to the longest of the batch, in the loader's collate_fn\n"
+    "# transformers: tokenizer(texts, padding='longest'), not 'max_length'\n"
+    "# More still: a batch_sampler that draws sequences of similar lengths."
+)
+_BY_LENGTH = (
+    "sequences.sort(key=len)  # before they are cut into batches, each padded to its own longest; or a batch_sampler\n"
+    "# that draws sequences of similar lengths. Or none is padded: all in one row, with the borders of each for\n"
+    "# attention (nested tensors, flex_attention, pack_padded_sequence for an RNN)."
+)
 
 
-def _begins(step: Step, index: int, op: Op, storage: int) -> bool:
-    """Whether an op looks up ids, or runs a recurrent network on frames."""
-    return _reads(op, storage) and (op.packet == "aten.embedding" or step.costs[index].family == "recurrent")
+def _better_lengths(padding: Padding) -> list[int]:
+    """The lengths of rows that batches should have; none where this one is as it should be."""
+    rounded = [min(padding.length, max(1, -(-length // _MULTIPLE)) * _MULTIPLE) for length in padding.lengths]
+    to_longest = 1 - rounded[-1] / padding.length
+    size = max(2, -(-len(rounded) // _BUCKETS))
+    buckets = [max(rounded[at : at + size]) for at in range(0, len(rounded), size)]
+    by_length = 1 - sum(buckets) / len(buckets) / padding.length
+    if to_longest >= max(_LEAST, _MOST_OF_IT * by_length):
+        return [rounded[-1]]
+    if 1 - padding.mean / padding.length >= _LEAST_MIXED:
+        return buckets
+    return [rounded[-1]] if to_longest >= _LEAST else []
 
 
-def _enters(step: Step, reader: int, storage: int) -> int:
-    """The op with which a batch enters the step: the first of those that made it, or the one that reads it."""
-    index, made = reader, step.flow.producers[reader].get(storage)
-    while made is not None and made < index and step.ops[made].source:
+def _enters(step: Step, storage: int, padding: Padding) -> tuple[int, str]:
+    """The op that made the rows as long as they are, and its line; "" for that of the op.
+
+    A batch from before the step enters it where the model is called.
+    """
+    index = next(i for i in step.touched_by[storage] if any(tensor.storage == storage for tensor in step.ops[i].inputs))
+    reader = index
+    while (made := step.flow.producers[index].get(storage)) is not None and made < index and step.ops[made].source:
         index = made
-        made = min(step.flow.producers[index].values(), default=None)
-    return index
+        wide = [tensor for tensor in step.ops[made].inputs if _holds(tensor, padding)]
+        if not wide:
+            break
+        storage = wide[0].storage
+    return index, step.calling_line(reader) if index == reader else ""
 
 
-def _gains(step: Step, first: int, padding: Padding, length: int) -> dict[int, float]:
-    """What ops on the sequences save with shorter rows: their share of the expected time."""
-    lengths: dict[int, int] = {}
-    """The length of the rows in each storage: convolutions and poolings change it."""
+def _holds(tensor: Tensor, padding: Padding) -> bool:
+    """Whether a tensor may hold these rows, with this padding or another."""
+    return len(padding.lengths) in tensor.shape and any(size >= padding.longest for size in tensor.shape[1:])
+
+
+class _Places:
+    """Which dimensions of tensors run along the sequences, by the strides of places in their storages.
+
+    A stride tells that for every view of a storage: of (rows, length, width) with strides (length * width, width, 1),
+    places are `width` apart, whether dimensions are split, flattened or transposed.
+    """
+
+    def __init__(self, storage: int, stride: int) -> None:
+        self._strides = {storage: {stride}}
+
+    @property
+    def storages(self) -> Collection[int]:
+        """Those that hold sequences."""
+        return self._strides.keys()
+
+    def dims(self, tensor: Tensor) -> dict[int, int]:
+        """The dimensions that run along the sequences, with the step of one place in them: 1 if it is the innermost."""
+        return {
+            dim: place // stride
+            for place in self._strides.get(tensor.storage, ())
+            for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.strides, strict=True))
+            if size > 1 and 0 < stride <= place < stride * size
+        }
+
+    def add(self, tensor: Tensor, dim: int, step: int) -> None:
+        """A dimension of a tensor runs along the sequences."""
+        if tensor.strides[dim]:
+            self._strides.setdefault(tensor.storage, set()).add(tensor.strides[dim] * step)
+
+    def follow(self, op: Op, family: str) -> None:
+        """Finds the dimensions of what an op writes from those of what it reads."""
+        for number, written in enumerate(op.written):
+            for source, dims in self._sources(op, family, number):
+                for dim, place in self._result_dims(op, family, source, dims, written).items():
+                    self.add(written, dim, place)
+
+    def _sources(self, op: Op, family: str, number: int) -> list[tuple[Tensor, dict[int, int]]]:
+        """The tensors that a result is like."""
+        if family == "attention":  # its output is as long as the queries, and each gradient as what it belongs to
+            names = ("query", "key", "value")
+            likes = op.tensors(names[min(number, 2)] if "backward" in op.name else "query")
+        elif family == "convolution":
+            likes = op.tensors("input", "self") if number == 0 else ()
+        elif "embedding" in op.packet:
+            likes = op.tensors("indices") if "backward" not in op.packet else ()
+        else:
+            likes = op.inputs
+        return [(tensor, dims) for tensor in likes if (dims := self.dims(tensor))]
+
+    def _result_dims(
+        self, op: Op, family: str, source: Tensor, dims: dict[int, int], written: Tensor
+    ) -> dict[int, int]:
+        if op.packet in FACTORS:
+            return _product_dims(op, source, dims, written)
+        ranks = len(source.shape), len(written.shape)
+        if ranks[0] == ranks[1]:
+            changed = [dim for dim, (a, b) in enumerate(zip(source.shape, written.shape, strict=True)) if a != b]
+            if family == "convolution":
+                changed = [dim for dim in changed if dim > 1] if len(changed) < 2 else []
+            # Where one dimension alone is another one, it was cut, padded or concatenated.
+            kept = {dim: place for dim, place in dims.items() if dim not in changed}
+            if family == "convolution" or len(changed) == 1:
+                kept |= {dim: place for dim, place in dims.items() if written.shape[dim] > 1}
+            if kept:
+                return kept
+        if family == "reduction" and isinstance(op.arguments.get("dim"), (tuple, list, int)):
+            gone = op.arguments["dim"]
+            gone = {dim % ranks[0] for dim in ((gone,) if isinstance(gone, int) else gone)}
+            left = [dim for dim in range(ranks[0]) if dim not in gone]
+            if len(left) == ranks[1]:
+                return {left.index(dim): place for dim, place in dims.items() if dim in left}
+        more = ranks[1] - ranks[0]
+        if family == "pointwise" and more > 0:
+            return {dim + more: place for dim, place in dims.items() if written.shape[dim + more] == source.shape[dim]}
+        if written.shape[: ranks[0]] == source.shape or source.shape[: ranks[1]] == written.shape:
+            return {dim: place for dim, place in dims.items() if dim < ranks[1]}
+        others = {size for dim, size in enumerate(source.shape) if dim not in dims}
+        sizes = {source.shape[dim]: place for dim, place in dims.items() if source.shape[dim] not in others}
+        return {dim: sizes[size] for dim, size in enumerate(written.shape) if size in sizes}
+
+
+def _product_dims(op: Op, source: Tensor, dims: dict[int, int], written: Tensor) -> dict[int, int]:
+    """Rows of a product are those of its left factor, columns those of its right one."""
+    left, right = (op.arguments.get(name) for name in FACTORS[op.packet])
+    last, rank = len(written.shape) - 1, len(source.shape)
+    if op.packet == "aten.linear":
+        return {dim: place for dim, place in dims.items() if source is left and dim < rank - 1}
+    result: dict[int, int] = {}
+    for dim, place in dims.items():
+        if (source is left and dim < rank - 1) or (source is right and dim < rank - 2):
+            result[dim] = place
+        elif source is right and dim == rank - 1:
+            result[last] = place
+    return {dim: place for dim, place in result.items() if dim <= last}
+
+
+def _gains(step: Step, places: _Places, shares: Sequence[float]) -> dict[int, float]:
+    """What ops save on average if these shares of the rows are left: as good kernels do."""
     gains: dict[int, float] = {}
-    for tensor in step.ops[first].inputs:
-        if _scaled_dims(tensor, padding.rows, padding.length):
-            lengths[tensor.storage] = padding.length
-    for index in range(first, len(step.ops)):
-        op = step.ops[index]
-        known = [lengths[tensor.storage] for tensor in op.inputs if tensor.storage in lengths]
-        if not known:
+    known: dict[Any, float] = {}
+    for index, op in enumerate(step.ops):
+        if op.phase == "optimizer":
             continue
-        now = max(known)
-        for tensor in op.written:
-            if _scaled_dims(tensor, padding.rows, now):
-                lengths[tensor.storage] = now
-            elif step.costs[index].family in ("convolution", "pooling"):
-                lengths[tensor.storage] = tensor.shape[-1]
+        family = step.costs[index].family
+        if family != "view" and not any(_is_parameter(step, tensor) for tensor in op.written):
+            places.follow(op, family)
         took = step.time(index)
-        if not took:
+        dims = {id(tensor): tuple(places.dims(tensor)) for tensor in (*op.inputs, *op.written)}
+        if not took or not any(dims.values()):
             continue
-        whole = step.expected(op)
-        shorter = step.expected(_shortened(op, padding.rows, now, length / padding.length))
-        if whole and shorter is not None and shorter < whole:
-            gains[index] = took * (1 - shorter / whole)
+        key = (op.name, tuple((t.shape, t.strides, t.dtype, dims[id(t)]) for t in (*op.inputs, *op.written)))
+        if key not in known:
+            whole = step.expected(op)
+            shorter = [step.expected(_shortened(op, family, dims, share)) for share in shares]
+            known[key] = 1 - sum(map(float, filter(None, shorter))) / len(shares) / whole if whole else 0.0
+        if known[key] > 0.0:
+            gains[index] = took * known[key]
     return gains
 
 
-def _scaled_dims(tensor: Tensor, rows: int, length: int) -> tuple[int, ...]:
-    """The dimensions of a tensor that grow with the length of the sequences.
-
-    Tensors are (rows, length, ...), (length, rows, ...), (rows, heads, length, ...), (rows * heads, length, ...),
-    (rows * length, ...) or that transposed, and (rows, channels, length).
-    """
-    shape = tensor.shape
-    if len(shape) >= 2 and shape[:2] in ((rows, length), (length, rows)):
-        return (shape[:2].index(length) if rows != length else 1,)
-    if len(shape) == 4 and shape[0] == rows and shape[2] == length:
-        return (2, 3) if shape[3] == length else (2,)
-    if len(shape) == 4 and shape[0] == rows and shape[3] == length:
-        return (3,)
-    if len(shape) == 3 and shape[0] % rows == 0 and length in shape[1:]:
-        return tuple(place for place in (1, 2) if shape[place] == length)
-    flat = tuple(place for place, size in enumerate(shape[:2]) if size == rows * length)
-    return flat[:1]
+def _is_parameter(step: Step, tensor: Tensor) -> bool:
+    storage = step.trace.storages.get(tensor.storage)
+    return storage is not None and storage.kind == "parameter"
 
 
-def _shortened(op: Op, rows: int, length: int, share: float) -> Op:
+def _shortened(op: Op, family: str, dims: Mapping[int, tuple[int, ...]], share: float) -> Op:
     """The op on rows of which a share is left."""
-    attention = "query" in op.arguments
+    along: set[tuple[int, int]] = set()
+    """Dimensions of results that run along the sequences, counted from the last, with their sizes."""
+    if family == "pointwise":
+        along = {
+            (len(tensor.shape) - dim, tensor.shape[dim]) for tensor in op.outputs for dim in dims.get(id(tensor), ())
+        }
 
     def shorter(value: Any) -> Any:
-        if isinstance(value, tuple):
+        if isinstance(value, (tuple, list)):
             return tuple(shorter(item) for item in value)
         if not isinstance(value, Tensor):
             return value
-        dims = _scaled_dims(value, rows, length)
-        if attention and len(value.shape) == 4 and 2 in dims:
-            dims = (2,)  # the last is the width of a head
-        shape = tuple(max(1, round(size * share)) if place in dims else size for place, size in enumerate(value.shape))
-        if not dims:
+        rank = len(value.shape)
+        own = {*dims.get(id(value), ()), *(dim for dim in range(rank) if (rank - dim, value.shape[dim]) in along)}
+        if not own:
             return value
-        strides = _strides_like(value, shape)
-        return dataclasses.replace(value, shape=shape, strides=strides, offset=0)
+        shape = tuple(max(1, round(size * share)) if dim in own else size for dim, size in enumerate(value.shape))
+        return dataclasses.replace(value, shape=shape, strides=_strides_like(value, shape), offset=0)
 
     return dataclasses.replace(
         op,

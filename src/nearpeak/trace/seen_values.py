@@ -1,0 +1,194 @@
+"""`SeenValues`: what the values of tensors tell about a step: padded batches, and factors of products that are zeros.
+
+Only the step that is traced is looked at, which is not timed: on a device, a look waits for the values. What is looked
+at is bounded: one look for each storage, samples of large tensors, and no further look at tensors of a shape that had
+nothing to tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from nearpeak.ops.op import Nonzeros, Padding, StorageKind
+from nearpeak.ops.tensor import Tensor
+from nearpeak.trace.schema import OperatorSchema
+from nearpeak.trace.storages import Storages
+
+SEQUENCE_READERS: Mapping[str, int] = {
+    "aten.embedding.default": 1,
+    "aten.index.Tensor": 1,
+    "aten.index_select.default": 2,
+    "aten.lstm.input": 0,
+    "aten.gru.input": 0,
+    "aten.rnn_tanh.input": 0,
+    "aten._cudnn_rnn.default": 0,
+    "aten.mkldnn_rnn_layer.default": 0,
+    "aten.convolution.default": 0,
+    "aten.view.default": 0,
+    "aten._unsafe_view.default": 0,
+    "aten.native_layer_norm.default": 0,
+}
+"""Operators that read batches of sequences, and the position of that argument. A layer sees a view of frames."""
+_ID_READERS = frozenset(
+    {"aten.embedding.default", "aten.index.Tensor", "aten.index_select.default", "aten.view.default"}
+)
+PRODUCT_FACTORS: Mapping[str, tuple[int, int]] = {
+    "aten.mm.default": (0, 1),
+    "aten.addmm.default": (1, 2),
+    "aten.bmm.default": (0, 1),
+    "aten.baddbmm.default": (1, 2),
+}
+"""Operators that multiply matrices, and the positions of these."""
+MAX_BATCH_ELEMENTS = 1 << 24
+"""Larger batches are not looked at."""
+MIN_SEQUENCE_LENGTH = 16
+"""Elements of a row. A few fields of a record are no sequence."""
+MIN_PADDED_SHARE = 0.05
+"""Of the batch. Less padding is not worth mentioning."""
+MAX_PADDING_INSIDE = 0.02
+"""The value that rows end with is padding if no larger share of the other elements has it."""
+MIN_FACTOR_ELEMENTS = 1 << 12
+"""Smaller matrices are not looked at."""
+SAMPLED_ROWS = 128
+VAIN_LOOKS = 3
+"""At tensors of one shape that an operator reads: further ones are not looked at."""
+
+
+class SeenValues:
+    """Looks at the arguments of ops before they run."""
+
+    def __init__(self, storages: Storages) -> None:
+        self._storages = storages
+        self._padding: dict[int, Padding | None] = {}
+        self._nonzeros: dict[int, Nonzeros] = {}
+        self._vain: dict[tuple[str, tuple[int, ...]], int] = {}
+        """Looks that found nothing, by operator and shape."""
+
+    @property
+    def padding(self) -> dict[int, Padding]:
+        """The padding of batches of sequences, by their storages."""
+        return {storage: padding for storage, padding in self._padding.items() if padding is not None}
+
+    @property
+    def nonzeros(self) -> dict[int, Nonzeros]:
+        """Of factors of products that are nearly all zeros, by their storages."""
+        return {storage: nonzeros for storage, nonzeros in self._nonzeros.items() if nonzeros.share <= Nonzeros.MOST}
+
+    def look(self, schema: OperatorSchema, arguments: Mapping[str, Any], args: tuple[Any, ...]) -> None:
+        """Looks at what an op is about to read."""
+        sequences = SEQUENCE_READERS.get(schema.name)
+        # Gradients of a loss without the padding are zeros there too: they tell nothing new.
+        if sequences is not None and len(args) > sequences and torch._C._current_graph_task_id() == -1:
+            self._look_at_sequences(schema.name, arguments.get(schema.arguments[sequences]), args[sequences])
+        for position in PRODUCT_FACTORS.get(schema.name, ()):
+            if len(args) > position:
+                self._look_at_factor(schema.name, arguments.get(schema.arguments[position]), args[position])
+
+    def _look_at_sequences(self, name: str, seen: Any, batch: Any) -> None:
+        if name == "aten.index.Tensor":  # a table, indexed by a tensor of ids
+            indices = [pair for pair in zip(seen, batch, strict=True) if pair[0] is not None]
+            seen, batch = indices[0] if len(indices) == 1 else (None, None)
+        if not isinstance(seen, Tensor) or seen.storage in self._padding or not _may_be_padded(name, batch):
+            return
+        key = name, seen.shape
+        if self._vain.get(key, 0) >= VAIN_LOOKS:
+            return
+        padding = padding_of(batch, frames_last=name == "aten.convolution.default")
+        if padding is None:
+            self._vain[key] = self._vain.get(key, 0) + 1
+            if name.startswith("aten.view"):
+                return  # its reader may see more of it
+        self._padding[seen.storage] = padding
+
+    def _look_at_factor(self, name: str, seen: Any, factor: Any) -> None:
+        if not isinstance(seen, Tensor) or seen.elements < MIN_FACTOR_ELEMENTS or seen.storage in self._nonzeros:
+            return
+        kind: StorageKind = self._storages.kind(seen.storage)
+        key = name, seen.shape
+        if kind == "parameter" or not factor.is_floating_point() or self._vain.get(key, 0) >= VAIN_LOOKS:
+            return
+        nonzeros = nonzeros_of(factor)
+        self._nonzeros[seen.storage] = nonzeros
+        if nonzeros.share > Nonzeros.MOST:
+            self._vain[key] = self._vain.get(key, 0) + 1
+
+
+def nonzeros_of(matrix: torch.Tensor) -> Nonzeros:
+    """The elements of a matrix, or of a batch of matrices, that are not zero, by rows that lie evenly in it.
+
+    >>> nonzeros_of(torch.eye(4))
+    Nonzeros(share=0.25, per_row=1.0, ones=True)
+    """
+    with torch.no_grad():
+        rows = matrix
+        if rows.dim() == 3:  # some matrices, some rows of each
+            rows = rows[:: max(1, len(rows) // 8)]
+            rows = rows[:, :: max(1, rows.shape[0] * rows.shape[1] // SAMPLED_ROWS)].flatten(0, 1)
+        else:
+            rows = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
+        present = rows != 0
+        counted = torch.stack([present.sum(), (present & (rows == 1)).sum()]).tolist()
+    count, ones = int(counted[0]), int(counted[1])
+    return Nonzeros(share=count / max(1, rows.numel()), per_row=count / max(1, len(rows)), ones=ones == count)
+
+
+def _may_be_padded(name: str, batch: Any) -> bool:
+    if not isinstance(batch, torch.Tensor) or batch.numel() > MAX_BATCH_ELEMENTS or batch.is_nested:
+        return False
+    if batch.layout is not torch.strided or batch.dim() < 2 or batch.dtype is torch.bool or batch.is_complex():
+        return False
+    if not batch.is_floating_point():
+        return name in _ID_READERS
+    return batch.dim() == 3 or (batch.dim() == 4 and name == "aten.convolution.default")
+
+
+def padding_of(batch: torch.Tensor, *, frames_last: bool = False) -> Padding | None:
+    """The padding of a batch of sequences; None if there is little of it, or it cannot be told.
+
+    A batch of ids is (rows, length), or that with further dimensions before; one of frames is (rows, length, features)
+    or (length, rows, features); `frames_last`, it is (rows, features, length). Padding is one value at the end of rows,
+    or at their start, that hardly occurs elsewhere in them; frames are padded with zeros.
+
+    >>> padding = padding_of(torch.tensor([[5, 7, 9, 4] * 4, [3, 8] + [0] * 14]))
+    >>> padding.length, padding.lengths
+    (16, (2, 16))
+    """
+    with torch.no_grad():
+        if not batch.is_floating_point():
+            ids = batch.reshape(-1, batch.shape[-1]).cpu()
+            if ids.shape[1] < MIN_SEQUENCE_LENGTH or len(ids) < 2:
+                return None
+            edges = (ids == ids[:, column].mode().values for column in (-1, 0))
+            return _longer_padding([_padding(empty, batch.stride(-1)) for empty in edges])
+        if frames_last:
+            return _padding((batch == 0).flatten(1, -2).all(dim=1).cpu(), batch.stride(-1))
+        empty = (batch == 0).all(dim=-1).cpu()
+        return _longer_padding([_padding(empty, batch.stride(1)), _padding(empty.T, batch.stride(0))])
+
+
+def _longer_padding(candidates: list[Padding | None]) -> Padding | None:
+    known = [padding for padding in candidates if padding is not None]
+    return min(known, key=lambda padding: padding.mean / padding.length, default=None)
+
+
+def _padding(empty: torch.Tensor, stride: int) -> Padding | None:
+    """From where elements are the value that may be padding (rows, length)."""
+    rows, length = empty.shape
+    if length < MIN_SEQUENCE_LENGTH or rows < 2:
+        return None
+    for mask in (empty, empty.flip(1)):  # at the end of rows, at their start
+        places = torch.arange(1, length + 1)
+        lengths = ((~mask) * places).amax(dim=1)
+        filled = int(lengths.sum())
+        inside = int(mask.sum()) - (rows * length - filled)
+        padded = 1 - filled / (rows * length)
+        if (
+            padded >= MIN_PADDED_SHARE
+            and inside <= MAX_PADDING_INSIDE * filled
+            and 2 * int((lengths == 0).sum()) < rows
+        ):
+            return Padding(length=length, lengths=tuple(sorted(lengths.tolist())), stride=stride)
+    return None
