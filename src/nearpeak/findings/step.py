@@ -75,7 +75,7 @@ class Step:
     def calling_line(self, index: int) -> str:
         """The line of the user's own that calls the model which an op is in; "" for an op in no model."""
         module = self.trace.ops[index].module
-        lines = {line for path, line in self.trace.calls if (module + ".").startswith(path + ".")} if module else ()
+        lines = {line for path, line in self.trace.calls if not path or (module + ".").startswith(path + ".")}
         stack = self.trace.stacks[index] if self.trace.stacks else ()
         return next((line for line in stack if line in lines), "")
 
