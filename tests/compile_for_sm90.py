@@ -22,6 +22,7 @@ import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
@@ -31,6 +32,12 @@ from nearpeak.kernels._runtime.gluon import runs_on
 
 TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = max((Path(nvidia.__file__).parent / "bin").glob("ptxas*"))  # the newest understands what all versions write
+
+
+# `described` has PTX assembled, which takes most of the time: Triton need not, and keeps what is of no use elsewhere.
+CUDABackend.make_cubin = lambda self, ptx, *rest: b""
+_cache = tempfile.TemporaryDirectory(prefix="nearpeak-triton-")
+triton.knobs.cache.dir = _cache.name
 
 
 def compiled(kernel, args, warps, stages, registers=None):

@@ -18,6 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # for planted.py
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the other cores have workers of their own
 
+# Some environments forbid it: then each of the processes that tests start compiles the package anew, for a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run on a CPU too
 

@@ -7,9 +7,18 @@ from planted import CASES, load, planted
 
 import nearpeak
 from nearpeak.profiles.grade import WAITED
+from nearpeak.profiling import session
 
 ATTEMPTS = 3
 CPU = slow_cpu()
+
+
+@pytest.fixture(autouse=True)
+def _few_steps(request, monkeypatch):
+    """On the CPU the bounds are those of a made-up machine, and shares are compared, which take few steps."""
+    if "gpu" not in request.keywords:
+        for name, value in {"CLEAN_STEPS": 5, "CLEAN_SECONDS": 1.0, "AGAIN_STEPS": 5, "AGAIN_SECONDS": 0.2}.items():
+            monkeypatch.setattr(session, name, value)
 
 
 def shown(step, device):

@@ -72,6 +72,7 @@ def test_the_mask_is_that_of_the_reference(seed, p):
     assert torch.equal(mask_of_kernel(shape, p, seed), keep_mask(torch.tensor(seed, device=DEVICE), shape, p))
 
 
+@pytest.mark.slow
 def test_the_mask_depends_on_nothing_but_seed_place_and_p():
     shape = (3, CHUNK)
     mask = mask_of_kernel(shape, 0.4, 5)

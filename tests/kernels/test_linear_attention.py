@@ -276,6 +276,7 @@ def test_the_naive_form_is_the_same(causal):
     torch.testing.assert_close(naive_linear_attention(*tensors, causal=causal), wanted)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     tensors = [one.requires_grad_() for one in random_inputs(queries=12)]
     compiled = torch.compile(

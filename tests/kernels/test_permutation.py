@@ -130,6 +130,7 @@ def test_gradients_of_tokens(dtype):
         )
 
 
+@pytest.mark.slow
 def test_gradients_in_any_layout():
     torch.manual_seed(0)
     x, experts, weights = torch.randn(6, 10, device=DEVICE), chosen(6, 2, 3), torch.rand(6, 2, device=DEVICE)
@@ -233,6 +234,7 @@ def test_the_operators_are_of_torch():
     opcheck(torch.ops.nearpeak.unpermute_rows_backward.default, detached)
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     experts = chosen(6, 2, 3)
 

@@ -44,6 +44,7 @@ def test_any_dtype(shape, dtype):
     assert_is_transposed(made(*shape, dtype=dtype))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 2), max_size=3),
     st.integers(1, 20),
@@ -118,6 +119,7 @@ def test_the_operator_is_one_of_torch():
     opcheck(torch.ops.nearpeak.transpose_copy.default, (made(5, 3).t(),))
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     x = made(3, 5).requires_grad_()
     compiled = torch.compile(lambda x: (kernels.transpose_copy(x.exp()) * 2).sum(), fullgraph=True, backend="aot_eager")

@@ -136,6 +136,7 @@ def test_the_fused_cell_of_a_gpu_is_known_too():
     assert "num_layers=2" in found.remedy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_corpus(device):
     module = load("unrolled_lstm")

@@ -131,6 +131,7 @@ def test_every_operator_has_a_formula():
     assert operators() == names
 
 
+@pytest.mark.slow
 def test_every_operator_runs_in_an_estimate_and_has_a_cost(ran):
     assert {op.packet for op in ran} == operators()
     for op in ran:
@@ -292,6 +293,7 @@ def test_of_a_cache_the_new_tokens_are_certain(paged):
     assert cost.work.bytes_written == 2 * result + 4 * 4 * 8 * 2
 
 
+@pytest.mark.slow
 def test_what_is_appended_is_read_and_written_once_and_rotated():
     def run():
         caches, tables = [made(4, 2, 64, 32) for _ in "kv"], [made(64, 16, dtype=torch.float32) for _ in "cs"]
@@ -364,6 +366,7 @@ def linear_attention_costs(tokens, wanted="qkv", causal=True):
     return [cost_of(op) for op in found.ops if op.packet.startswith("nearpeak.linear_attention")]
 
 
+@pytest.mark.slow
 def test_linear_attention_costs_a_state_for_each_token_and_short_sequences_pairs():
     tokens = 1024
     queries, keys = 2 * 4 * tokens, 2 * 2 * tokens
@@ -425,6 +428,7 @@ def layer_of_experts(dtype=torch.bfloat16, grad=True):
     return [(op.packet.removeprefix("nearpeak."), cost_of(op)) for op in found.ops if op.name.startswith("nearpeak.")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_layer_of_experts_reads_tokens_and_one_expert_and_writes_tokens_and_what_it_keeps(grad):
     rows = TOKENS * CHOICES
@@ -436,6 +440,7 @@ def test_a_layer_of_experts_reads_tokens_and_one_expert_and_writes_tokens_and_wh
     assert cost.work.bytes_written == 2 * (TOKENS * WIDTH + (rows * 2 * INNER if grad else 0))
 
 
+@pytest.mark.slow
 def test_the_backward_pass_of_a_layer_of_experts_reads_each_token_once():
     rows = TOKENS * CHOICES
     found = layer_of_experts()
@@ -456,6 +461,7 @@ def test_the_backward_pass_of_a_layer_of_experts_reads_each_token_once():
     assert gate.vector_flops == {"float32": 9 * rows * INNER}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_layer_of_experts_has_the_products_of_its_parts_and_moves_less(dtype):
     def parts():
@@ -499,6 +505,7 @@ def test_the_gradient_of_logits_is_written_and_one_row_of_them_certain(grad):
     assert cost.family == "loss"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "engine"), [(torch.bfloat16, "bfloat16"), (torch.float32, "float32")])
 @pytest.mark.parametrize(("for_hidden", "for_weight"), [(True, True), (True, False), (False, False)])
 def test_products_of_the_last_layer_by_engine(dtype, engine, for_hidden, for_weight):
@@ -520,6 +527,7 @@ def test_products_of_the_last_layer_by_engine(dtype, engine, for_hidden, for_wei
     assert cost.work.bytes_read == item * (tokens + classes) * width + 8 * tokens
 
 
+@pytest.mark.slow
 def test_the_backward_of_a_loss_by_rows_computes_the_logits_again():
     def run():
         loss = kernels.linear_cross_entropy(made(48, 64), made(500, 64), ints(48), reduction="none")
