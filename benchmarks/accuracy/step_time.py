@@ -9,7 +9,8 @@ the script's own median in two ways: of the run alone, and of the steps of the p
 was recorded, when nothing of nearpeak's is left. The second is free of what differs between two processes; on a GPU,
 CUPTI stays attached to the process then, unless the script is told to detach it (`--detached`, TEARDOWN_CUPTI=1 in its
 environment). What two processes differ by without a profiler is measured too: the script runs alone before and after
-the profiled run, and what the second says of the first is what can be expected of any tool. The ten that are bound by the host run on a GPU if there is one.
+the profiled run, and what the second says of the first is what can be expected of any tool. The ten that are bound
+by the host run on a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -472,7 +473,8 @@ def _line(result: dict[str, Any]) -> str:
     seen = ", ".join(f"{phase} {1e3 * seconds:.3f}" for phase, seconds in result["own_by_phase_s"].items())
     return (
         f"{result['name']:20} {1e3 * result['wall_s']:.3f} ms reported: {off}; grade {result['grade']}; alone "
-        f"{1e3 * result['own_s']['alone']:.3f} ({100 * result['alone_off']:+.1f} % the second time), while profiled {seen}; took {result['seconds']:.0f} s"
+        f"{1e3 * result['own_s']['alone']:.3f} ({100 * result['alone_off']:+.1f} % the second time), while profiled "
+        f"{seen}; took {result['seconds']:.0f} s"
     )
 
 
