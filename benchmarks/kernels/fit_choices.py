@@ -6,7 +6,9 @@ Reads results of `python -m benchmarks.kernels`, of its own shapes and of random
 `benchmarks.kernels.attention_variants`; the first file says on which machine. Each operation gets a decision tree
 (`nearpeak.kernels._runtime.choice`). A leaf has the mean time of each backend over that of the fastest backend of each
 cell, and runs the one with the least. A split is made where it saves the most time, if it saves `LEAST_SAVED` of the
-time of a cell, and leaves `FEWEST_CELLS` on either side; any number for an option, which is on or off.
+time of a cell, and leaves `FEWEST_CELLS` on either side; any number for an option, which is on or off. For sizes
+outside of the measured ones, each backend has the seconds of a launch and of a unit of work, by least squares of
+relative errors.
 
 Prints, for each operation, how many cells the choice runs within 3 % of their fastest backend; "unseen" is by a tree
 that was fitted without the cell.
@@ -25,10 +27,13 @@ from typing import Any
 
 from nearpeak.kernels._runtime.choice import ChoiceModel, choose
 from nearpeak.kernels.attention.backends import FEATURES as ATTENTION_FEATURES
+from nearpeak.kernels.attention.backends import work as attention_work
 from nearpeak.kernels.gemm.triton import FEATURES as GEMM_FEATURES
-from nearpeak.kernels.gemm.triton import last_wave
+from nearpeak.kernels.gemm.triton import filled
+from nearpeak.kernels.gemm.triton import work as gemm_work
 from nearpeak.kernels.norms.library import FEATURES as NORM_FEATURES
 from nearpeak.kernels.norms.library import padding
+from nearpeak.kernels.norms.library import work as norm_work
 
 TABLE = Path("src/nearpeak/kernels/tables/sm90_choices.json")
 LEAST_SAVED = 0.03
@@ -46,6 +51,10 @@ FEATURES = {
     "gemm_fp8": GEMM_FEATURES,
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), NORM_FEATURES),
 }
+WORK = {
+    name: {ATTENTION_FEATURES: attention_work, GEMM_FEATURES: gemm_work, NORM_FEATURES: norm_work}[features]
+    for name, features in FEATURES.items()
+}
 OPTIONS = (
     "bias", "activation", "gated", "kept", "residual", "a_by_columns", "b_by_columns", "causal", "packed",
     "tokens_first", "weighted", "scales_by_row", "scales_by_block", "fast",
@@ -57,7 +66,7 @@ PEERS = {
     "rms_norm": {"torch": ("eager",)},
     "layer_norm": {"torch": ("eager",)},
 }
-"""Peers that run what a backend of torch runs, where that was not measured itself."""
+"""Peers that run what a backend of torch runs: the backend is as fast as the fastest of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +77,11 @@ class Cell:
     features: Mapping[str, float]
     seconds: Mapping[str, float]
     """By backend."""
+
+    @property
+    def work(self) -> float:
+        """What the time of a large call is proportional to."""
+        return WORK[self.operation](self.features)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -174,8 +188,8 @@ def _scale_flags(scales: str) -> dict[str, bool]:
 
 def _product(row: Mapping[str, Any], sizes: tuple[int, int, int], itemsize: int, **flags: bool) -> Iterator[Cell]:
     rows, columns, depth = sizes
-    wave = last_wave(rows, columns * (2 if flags.get("gated") else 1), PROCESSORS)
-    values = (rows, columns, depth, itemsize, *(flags.get(name, False) for name in GEMM_FEATURES[4:-1]), wave)
+    share = filled(rows, columns * (2 if flags.get("gated") else 1), PROCESSORS)
+    values = (rows, columns, depth, itemsize, *(flags.get(name, False) for name in GEMM_FEATURES[4:-1]), share)
     yield from _cell("gemm" if itemsize > 1 else "gemm_fp8", values, row, "gluon")
 
 
@@ -200,8 +214,8 @@ def _cell(operation: str, values: Sequence[float], row: Mapping[str, Any], own: 
     for name, peers in PEERS[operation.removesuffix("_backward")].items():
         times = [measured[peer] for peer in peers if peer in measured]
         is_candidate = name in row.get("candidates", (name,))  # a peer may do more, such as windows
-        if name not in seconds and times and is_candidate:
-            seconds[name] = min(times)
+        if times and is_candidate:
+            seconds[name] = min([*times, *([seconds[name]] if name in seconds else [])])
     if len(seconds) > 1:
         features = dict(zip(FEATURES[operation], map(float, values), strict=True))
         yield Cell(operation=operation, features=features, seconds=seconds)
@@ -223,11 +237,12 @@ def fit_tree(cells: Sequence[Cell], depth: int = DEEPEST) -> dict[str, Any]:
 
 
 def _mean_losses(cells: Sequence[Cell]) -> dict[str, float]:
-    """The mean loss of each backend that most cells have."""
+    """The mean loss of each backend that was measured in all of these cells, or in most of many."""
     losses = [cell.losses for cell in cells]
     names = {name for loss in losses for name in loss}
     by_name = {name: [loss[name] for loss in losses if name in loss] for name in sorted(names)}
-    return {name: sum(one) / len(one) for name, one in by_name.items() if 2 * len(one) >= len(cells)}
+    fewest = min(len(cells), max(FEWEST_CELLS, len(cells) * 2 / 3))
+    return {name: sum(one) / len(one) for name, one in by_name.items() if len(one) >= fewest}
 
 
 def _least_loss(cells: Sequence[Cell]) -> float:
@@ -236,16 +251,31 @@ def _least_loss(cells: Sequence[Cell]) -> float:
 
 
 def _best_split(cells: Sequence[Cell]) -> tuple[str, float] | None:
+    """The split that saves the most time. An option may save it with the next split, by size, of either side."""
     least, best = _least_loss(cells) - LEAST_SAVED, None
+    for feature, at_most, below, above in _splits(cells):
+        loss = _least_loss(below) + _least_loss(above)
+        if feature in OPTIONS:
+            loss = _loss_of_split(below) + _loss_of_split(above)
+        if loss < least:
+            least, best = loss, (feature, at_most)
+    return best
+
+
+def _loss_of_split(cells: Sequence[Cell]) -> float:
+    """What the best backends on either side of the best split lose; a split must save something."""
+    losses = [_least_loss(below) + _least_loss(above) + LEAST_SAVED for _, _, below, above in _splits(cells)]
+    return min([_least_loss(cells), *losses])
+
+
+def _splits(cells: Sequence[Cell]) -> Iterator[tuple[str, float, list[Cell], list[Cell]]]:
+    """All splits: the feature, the largest number of the cells below, and the cells below and above."""
     for feature in FEATURES[cells[0].operation]:
         for low, high in pairwise(sorted({cell.features[feature] for cell in cells})):
             at_most = round(sqrt(low * high), 3) if low > 0 else (low + high) / 2
             below, above = _divide(cells, feature, at_most)
             if feature in OPTIONS or min(len(below), len(above)) >= FEWEST_CELLS:
-                loss = _least_loss(below) + _least_loss(above)
-                if loss < least:
-                    least, best = loss, (feature, at_most)
-    return best
+                yield feature, at_most, below, above
 
 
 def _divide(cells: Sequence[Cell], feature: str, at_most: float) -> tuple[list[Cell], list[Cell]]:
@@ -259,26 +289,49 @@ def fit_model(cells: Sequence[Cell]) -> dict[str, Any]:
         name: [min(cell.features[name] for cell in cells), max(cell.features[name] for cell in cells)]
         for name in FEATURES[cells[0].operation]
     }
-    return {"cells": len(cells), "ranges": ranges, "tree": fit_tree(cells)}
+    return {"cells": len(cells), "ranges": ranges, "tree": fit_tree(cells), "costs": fit_costs(cells)}
+
+
+def fit_costs(cells: Sequence[Cell]) -> dict[str, list[float]]:
+    """By backend, the seconds of a launch and of a unit of work."""
+    costs = {}
+    for name in sorted({name for cell in cells for name in cell.seconds}):
+        # both over the time of the cell, so that their sum should be 1
+        terms = [(1 / cell.seconds[name], cell.work / cell.seconds[name]) for cell in cells if name in cell.seconds]
+        launches, units = (sum(term[place] for term in terms) for place in (0, 1))
+        ll, lu, uu = (sum(one[i] * one[j] for one in terms) for i, j in ((0, 0), (0, 1), (1, 1)))
+        determinant = ll * uu - lu * lu
+        launch, unit = 0.0, units / uu
+        if determinant > 1e-9 * ll * uu:
+            launch, unit = (launches * uu - units * lu) / determinant, (units * ll - launches * lu) / determinant
+        if launch < 0.0:
+            launch, unit = 0.0, units / uu
+        elif unit < 0.0:
+            launch, unit = launches / ll, 0.0
+        costs[name] = [float(f"{launch:.4g}"), float(f"{unit:.4g}")]
+    return costs
 
 
 def chosen_loss(cell: Cell, model: Mapping[str, Any]) -> float:
     """What the choice of a model loses in a cell."""
     order = ("torch", "cudnn", "flash", "gluon", "triton")  # of candidates without a model
     names = tuple(name for name in order if name in cell.seconds)
-    read = ChoiceModel(ranges=model["ranges"], tree=model["tree"])
-    return cell.losses[choose(cell.operation, names, cell.features, read).backend]
+    read = ChoiceModel(ranges=model["ranges"], tree=model["tree"], costs=model["costs"])
+    return cell.losses[choose(cell.operation, names, cell.features, cell.work, read).backend]
 
 
 def describe(cells: Sequence[Cell], model: Mapping[str, Any]) -> str:
     """One line on how good the choices of a model are."""
     seen = [chosen_loss(cell, model) for cell in cells]
-    unseen = [
-        chosen_loss(cell, fit_model([other for number, other in enumerate(cells) if number % FOLDS != fold]))
-        for fold in range(FOLDS)
-        for cell in cells[fold::FOLDS]
-        if len(cells) > FOLDS
-    ]
+    # the two products of a backward pass were timed together: neither is fitted on the other
+    measured = list(dict.fromkeys(tuple(cell.seconds.values()) for cell in cells))
+    fold_of = [measured.index(tuple(cell.seconds.values())) % FOLDS for cell in cells]
+    unseen = []
+    for fold in range(FOLDS):
+        rest = [cell for cell, its in zip(cells, fold_of, strict=True) if its != fold]
+        if len(measured) > FOLDS:
+            without = fit_model(rest)
+            unseen += [chosen_loss(cell, without) for cell, its in zip(cells, fold_of, strict=True) if its == fold]
     shares = [
         f"{name} {sum(loss <= log(CLOSE) for loss in losses) / len(losses):.0%}, worst {exp(max(losses)):.2f}"
         for name, losses in (("within 3 %:", seen), ("unseen", unseen))

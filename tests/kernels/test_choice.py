@@ -10,7 +10,7 @@ import pytest
 import torch
 from kernel_checks import DEVICE, assert_kernel_is_exact
 
-from benchmarks.kernels.fit_choices import Cell, fit_model, read_cells
+from benchmarks.kernels.fit_choices import Cell, chosen_loss, fit_costs, fit_model, read_cells
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
 from nearpeak.kernels._runtime import choice, policy
@@ -31,6 +31,7 @@ MADE = read_models(
             "product": {
                 "ranges": {"rows": [16, 4096], "gated": [0, 0]},
                 "tree": {"feature": "rows", "at_most": 64, "below": FEW_ROWS, "above": MANY_ROWS},
+                "costs": {"torch": [2e-6, 3e-9], "gluon": [6e-6, 2e-9], "triton": [2e-6, 2.9e-9]},
             }
         }
     }
@@ -52,7 +53,7 @@ def _free_choice_on_this_device():
 
 
 def chosen(rows, candidates=ALL, model=MADE, forced=None, gated=0):
-    return choose("product", candidates, {"rows": rows, "gated": gated}, model, forced)
+    return choose("product", candidates, {"rows": rows, "gated": gated}, float(rows), model, forced)
 
 
 def test_the_fastest_candidate_by_size():
@@ -68,16 +69,27 @@ def test_the_fastest_candidate_by_size():
 
 
 def test_the_first_candidate_where_nothing_was_measured():
-    for one in (chosen(32, model=None), chosen(7000), chosen(8), chosen(32, gated=1)):
-        assert (one.backend, one.basis, one.relative) == ("torch", "not measured", {})
+    one = chosen(32, model=None)
+    assert (one.backend, one.basis, one.relative) == ("torch", "not measured", {})
     assert chosen(100, ("cudnn", "gluon")).backend == "cudnn"  # the other one was measured, and this was not
     assert chosen(6000).backend == "gluon"  # little beyond what was measured
 
 
+def test_a_formula_decides_for_sizes_far_from_the_measured_ones():
+    many = chosen(10**6)
+    assert (many.backend, many.basis) == ("gluon", "estimated")
+    assert many.relative["torch"] == pytest.approx(1.5, rel=0.01)
+    few = chosen(8)
+    assert (few.backend, few.basis) == ("torch", "estimated")
+    assert few.relative["gluon"] > 2.0
+    assert chosen(10**6, ("torch", "triton")).backend == "torch"  # an estimate of a few percent is none
+    assert chosen(32, gated=1).basis == "estimated"
+
+
 def test_a_gain_within_the_noise_changes_nothing():
     leaf = {"cells": 1, "relative": {"torch": 1.004, "gluon": 1.0}}
-    table = {"operations": {"product": {"ranges": {}, "tree": leaf}}}
-    assert choose("product", ALL, {}, read_models(table)["product"]).backend == "torch"
+    table = {"operations": {"product": {"ranges": {}, "tree": leaf, "costs": {}}}}
+    assert choose("product", ALL, {}, 1.0, read_models(table)["product"]).backend == "torch"
 
 
 def test_a_backend_that_is_forced():
@@ -94,7 +106,7 @@ def test_a_choice_is_remembered_by_its_key(monkeypatch):
     asked = []
     monkeypatch.setattr(choice, "_model", lambda operation, device: asked.append(operation) or MADE)
     monkeypatch.setattr(choice, "_choosers", [])
-    chooser = Chooser("product", ("rows", "gated"))
+    chooser = Chooser("product", ("rows", "gated"), lambda features: features["rows"])
     assert chooser.known("small") is None
     assert chooser.choose("small", ALL, (32, 0), torch.device("cpu")) == "torch"
     assert chooser.known("small") == "torch"
@@ -487,6 +499,34 @@ def test_the_fit_splits_where_it_saves_time():
     assert model["tree"]["above"]["relative"] == {"torch": 1.5, "triton": 1.0}
     alike = fit_model([made_cell(rows, torch=1.0, triton=1.001) for rows in (64, 128, 256, 512, 1024, 2048)])
     assert "feature" not in alike["tree"]
+
+
+def test_a_split_may_need_the_next_one_to_save_time():
+    """Of products with a gate, large ones alone are faster by the own kernel; without one, none are."""
+
+    def product(rows, gated, gluon):
+        sizes = {"rows": rows, "columns": 1024.0, "depth": 1024.0, "itemsize": 2.0, "gated": gated}
+        values = dict.fromkeys(gemm.FEATURES, 0.0) | sizes
+        return Cell(operation="gemm", features=values, seconds={"torch": 1.0, "gluon": gluon})
+
+    cells = [product(rows, 0, 1.3) for rows in (10, 20, 40, 2000, 4000, 8000)]
+    cells += [product(rows, 1, 2.0) for rows in (10, 20, 40)] + [product(rows, 1, 0.95) for rows in (2000, 4000, 8000)]
+    model = fit_model(cells)
+    assert model["tree"]["feature"] == "gated"
+    assert model["tree"]["above"]["feature"] == "rows"
+    assert all(chosen_loss(cell, model) == 0.0 for cell in cells)
+
+
+def test_a_backend_that_a_leaf_hardly_knows_is_not_in_it():
+    known = [made_cell(rows, torch=1.0, triton=1.1) for rows in (64, 128)]
+    one = made_cell(256, torch=1.0, triton=1.1, gluon=0.5)
+    assert set(fit_model([*known, one])["tree"]["relative"]) == {"torch", "triton"}
+    assert fit_model([one])["tree"]["relative"]["gluon"] == 1.0
+
+
+def test_the_formulas_are_fitted_on_all_cells():
+    cells = [made_cell(rows, torch=3e-6 + 4e-12 * 2048 * rows, triton=1e-12 * 2048 * rows) for rows in (64, 512, 4096)]
+    assert fit_costs(cells) == {"torch": [3e-6, 4e-12], "triton": [0.0, 1e-12]}
 
 
 def test_the_fit_reads_random_cells(tmp_path):

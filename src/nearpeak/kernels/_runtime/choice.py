@@ -5,8 +5,10 @@ FlashAttention). Which one is fastest was measured, and `benchmarks/kernels/fit_
 measured cells of each operation, `tables/sm90_choices.json`. A node of the tree compares one feature of a call, such as
 its number of rows, and a leaf has the mean time of each backend relative to the fastest one.
 
-Without a tree for this GPU, and for sizes outside of the measured ones, the first candidate runs. Operations name
-torch's own kernel first wherever there is one, so that what was never measured is never slower than torch.
+For sizes outside of the measured ones, each backend has a formula that was fitted on all of its cells: seconds of a
+launch, and seconds for each unit of an operation's work. Without a table for this GPU, and unless the formulas promise
+a good deal more, the first candidate runs. Operations name torch's own kernel first wherever there is one, so that what
+was never measured is hardly ever slower than torch.
 
 The tree is asked once for each kind of call, which takes a few microseconds, and never times anything. `using` in
 `policy` forces a backend, `supports` shows the choice for some arguments, and `choices` all choices that were made.
@@ -33,14 +35,17 @@ BACKENDS = ("nearpeak", "gluon", "triton", "torch", "cudnn", "flash")
 """What may be forced. "nearpeak" is the faster one of "gluon" and "triton", "torch" that of "cudnn" and "flash", which
 attention has."""
 OF_TORCH = ("torch", "cudnn", "flash")
-Basis = Literal["only", "measured", "not measured", "forced"]
+Basis = Literal["only", "measured", "estimated", "not measured", "forced"]
 Tree = Mapping[str, Any]
 """A node {"feature", "at_most", "below", "above"}, or a leaf {"cells", "relative"}."""
+Work = Callable[[Mapping[str, float]], float]
 
 _SLACK = 1.5
 """Sizes up to so many times beyond the measured ones are like these."""
 _LEAST_GAIN = 0.01
 """By so much another backend must be faster than the first candidate."""
+_LEAST_ESTIMATED_GAIN = 0.1
+"""The same where it is estimated for sizes that were not measured."""
 _MOST_CHOICES = 4096
 """The choices of an operation are forgotten at this number: some sizes never come again."""
 
@@ -54,8 +59,8 @@ class Choice:
     candidates: tuple[str, ...]
     """The backends that support the arguments; the first one runs if nothing is known."""
     basis: Basis
-    """"only": it is the only candidate. "measured": of similar calls. "not measured": neither this GPU nor these sizes.
-    "forced": by `using`."""
+    """"only": it is the only candidate. "measured": of similar calls. "estimated": from those of other sizes. "not
+    measured": on no such GPU. "forced": by `using`."""
     relative: Mapping[str, float]
     """The expected time of each candidate over that of the fastest backend; empty if it was not measured."""
     features: Mapping[str, float]
@@ -69,12 +74,19 @@ class ChoiceModel:
     ranges: Mapping[str, tuple[float, float]]
     """The smallest and the largest value of each feature in the measured cells."""
     tree: Tree
+    costs: Mapping[str, tuple[float, float]]
+    """By backend, the seconds of a call without work, and those of a unit of work."""
 
-    def relative_times(self, features: Mapping[str, float]) -> Mapping[str, float]:
-        """The time of each backend over that of the fastest one; empty outside of what was measured."""
-        for name, (low, high) in self.ranges.items():
-            if not low / _SLACK <= features[name] <= high * _SLACK:
-                return {}
+    def has_measured(self, features: Mapping[str, float]) -> bool:
+        """Whether calls like this one were measured."""
+        return all(low / _SLACK <= features[name] <= high * _SLACK for name, (low, high) in self.ranges.items())
+
+    def relative_times(self, features: Mapping[str, float], work: float) -> Mapping[str, float]:
+        """The time of each backend over that of the fastest one."""
+        if not self.has_measured(features):
+            seconds = {name: launch + unit * work for name, (launch, unit) in self.costs.items()}
+            fastest = min(seconds.values(), default=0.0)
+            return {name: time / fastest for name, time in seconds.items()} if fastest > 0.0 else {}
         node = self.tree
         while "feature" in node:
             node = node["below" if features[node["feature"]] <= node["at_most"] else "above"]
@@ -105,10 +117,11 @@ class Chooser:
     Args:
         operation: Its name in the table of choices.
         features: The names of the numbers by which trees decide.
+        work: What the time of a large call is proportional to, such as bytes, from the features.
     """
 
-    def __init__(self, operation: str, features: tuple[str, ...]) -> None:
-        self.operation, self.features = operation, features
+    def __init__(self, operation: str, features: tuple[str, ...], work: Work) -> None:
+        self.operation, self.features, self.work = operation, features, work
         self._choices: dict[Hashable, Choice] = {}
         _choosers.append(self)
 
@@ -130,7 +143,8 @@ class Chooser:
             values: Of the features.
         """
         features = dict(zip(self.features, values, strict=True))
-        choice = choose(self.operation, tuple(candidates), features, _model(self.operation, device), _forced)
+        model = _model(self.operation, device)
+        choice = choose(self.operation, tuple(candidates), features, self.work(features), model, _forced)
         if _thread_state.explains:
             raise Explanation(choice)
         if _forced is None:
@@ -146,8 +160,8 @@ class Chooser:
 
 
 def choose(
-    operation: str, candidates: tuple[str, ...], features: Mapping[str, float], model: ChoiceModel | None,
-    forced: str | None = None,
+    operation: str, candidates: tuple[str, ...], features: Mapping[str, float], work: float,
+    model: ChoiceModel | None, forced: str | None = None,
 ) -> Choice:  # fmt: skip
     """The fastest candidate, as far as the model knows."""
     allowed = tuple(name for name in candidates if _is_allowed(name, forced))
@@ -155,14 +169,16 @@ def choose(
         raise KernelUnavailable(
             f"{operation} has no backend {forced!r} for these arguments. It has {', '.join(map(repr, candidates))}."
         )
-    known = {} if model is None or len(allowed) == 1 else model.relative_times(features)
+    known = {} if model is None or len(allowed) == 1 else model.relative_times(features, work)
     relative = {name: known[name] for name in allowed if name in known}
     backend = allowed[0]
+    basis: Basis = "not measured"
     if backend in relative:
+        basis = "measured" if model is not None and model.has_measured(features) else "estimated"
         fastest = min(relative, key=relative.__getitem__)
-        if relative[fastest] < (1.0 - _LEAST_GAIN) * relative[backend]:
+        gain = _LEAST_GAIN if basis == "measured" else _LEAST_ESTIMATED_GAIN
+        if relative[fastest] < (1.0 - gain) * relative[backend]:
             backend = fastest
-    basis: Basis = "measured" if allowed[0] in relative else "not measured"
     if forced is not None:
         basis = "forced"
     elif len(candidates) == 1:
@@ -241,6 +257,10 @@ def measured_models(generation: int) -> Mapping[str, ChoiceModel]:
 def read_models(table: Mapping[str, Any]) -> dict[str, ChoiceModel]:
     """The models in a table of choices."""
     return {
-        name: ChoiceModel(ranges={key: (low, high) for key, (low, high) in one["ranges"].items()}, tree=one["tree"])
+        name: ChoiceModel(
+            ranges={key: (low, high) for key, (low, high) in one["ranges"].items()},
+            tree=one["tree"],
+            costs={key: (launch, unit) for key, (launch, unit) in one["costs"].items()},
+        )
         for name, one in table["operations"].items()
     }

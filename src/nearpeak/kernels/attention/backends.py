@@ -7,6 +7,7 @@ vendor or architecture are one more name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -24,8 +25,18 @@ FEATURES = (
     "heads", "group", "queries", "keys", "dim", "value_dim", "causal", "window", "packed", "tokens_first", "itemsize",
 )  # fmt: skip
 """By which a backend is chosen: heads of all batches, and heads of queries that share a head of keys."""
-_forward_chooser = Chooser("attention", FEATURES)
-_backward_chooser = Chooser("attention_backward", FEATURES)
+
+
+def work(features: Mapping[str, float]) -> float:
+    """The multiplications, of the two products of a forward pass."""
+    keys = features["keys"] * (0.5 if features["causal"] else 1.0)
+    if features["window"]:
+        keys = min(keys, features["window"])
+    return features["heads"] * features["queries"] * keys * (features["dim"] + features["value_dim"])
+
+
+_forward_chooser = Chooser("attention", FEATURES, work)
+_backward_chooser = Chooser("attention_backward", FEATURES, work)
 
 
 def candidates(problem: AttentionProblem, *, backward: bool = False) -> list[str]:

@@ -7,6 +7,7 @@ kernel in `sm90` ("gluon"), all others to the portable kernel ("triton"), and al
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -56,11 +57,22 @@ _FUSED_BY_CUBLAS = ("relu", "gelu_tanh")
 Config = PortableConfig | Sm90Config
 FEATURES = (
     "rows", "columns", "depth", "itemsize", "bias", "activation", "gated", "kept", "residual", "a_by_columns",
-    "b_by_columns", "scales_by_row", "scales_by_block", "fast", "last_wave",
+    "b_by_columns", "scales_by_row", "scales_by_block", "fast", "filled",
 )  # fmt: skip
-"""By which a backend is chosen. Columns are those of the result; "last_wave" is the share of the multiprocessors' time
-that tiles of 128 x 256 fill, in percent."""
-_chooser, _fp8_chooser = Chooser("gemm", FEATURES), Chooser("gemm_fp8", FEATURES)
+"""By which a backend is chosen. Columns are those of the result; see `filled`."""
+_RIDGE = 400
+"""FLOPs of elements of one byte in the time that a byte takes to move, on an H200."""
+
+
+def work(features: Mapping[str, float]) -> float:
+    """The bytes moved, or as many as move in the time of the arithmetic."""
+    rows, depth, itemsize = features["rows"], features["depth"], features["itemsize"]
+    products = features["columns"] * (2 if features["gated"] else 1)
+    moved = itemsize * (rows * depth + products * depth + rows * features["columns"])
+    return max(moved, 2 * rows * products * depth * itemsize / _RIDGE)
+
+
+_chooser, _fp8_chooser = Chooser("gemm", FEATURES, work), Chooser("gemm_fp8", FEATURES, work)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,14 +247,17 @@ def features(a: Tensor, b: Tensor, epilogue: Epilogue, scales: Scales | None) ->
         rows, columns, a.shape[1], a.element_size(), epilogue.bias is not None, bool(epilogue.activation),
         epilogue.gated, epilogue.keep, epilogue.residual is not None, _is_column_major(a), _is_column_major(b),
         by_row, by_block, scales is not None and scales.fast and not by_block,
-        last_wave(rows, b.shape[0], processors(a.device)),
+        filled(rows, b.shape[0], processors(a.device)),
     )  # fmt: skip
 
 
-def last_wave(rows: int, columns: int, programs: int) -> int:
-    """The share of the multiprocessors' time that tiles of 128 x 256 fill, in percent."""
-    tiles = -(-rows // 128) * -(-columns // 256)
-    return round(100 * tiles / (-(-tiles // programs) * programs))
+def filled(rows: int, columns: int, programs: int) -> int:
+    """The share of what tiles of 128 x 256 compute that is in the result, in percent.
+
+    The rest is beyond its edges, or is the time of multiprocessors that have no tile in the last wave.
+    """
+    waves = -(-(-(-rows // 128) * -(-columns // 256)) // programs)
+    return round(100 * rows * columns / (waves * programs * 128 * 256))
 
 
 def multiply_torch(a: Tensor, b: Tensor, result: Tensor, preactivation: Tensor | None, epilogue: Epilogue) -> None:

@@ -7,6 +7,7 @@ backward pass may take another backend than the forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +20,18 @@ _HAS_RMS_NORM = hasattr(_aten, "_fused_rms_norm") and hasattr(_aten, "_fused_rms
 """Not in older versions of torch."""
 FEATURES = ("rows", "columns", "padding", "itemsize", "weighted")
 """By which a backend is chosen. The padding is the next power of 2 over the number of columns, in percent."""
+
+
+def work(features: Mapping[str, float]) -> float:
+    """The bytes of x."""
+    return features["rows"] * features["columns"] * features["itemsize"]
+
+
 _choosers = {
-    (False, False): Chooser("rms_norm", FEATURES),
-    (False, True): Chooser("layer_norm", FEATURES),
-    (True, False): Chooser("rms_norm_backward", FEATURES),
-    (True, True): Chooser("layer_norm_backward", FEATURES),
+    (False, False): Chooser("rms_norm", FEATURES, work),
+    (False, True): Chooser("layer_norm", FEATURES, work),
+    (True, False): Chooser("rms_norm_backward", FEATURES, work),
+    (True, True): Chooser("layer_norm_backward", FEATURES, work),
 }
 """By whether it is a backward pass, and of a LayerNorm."""
 
