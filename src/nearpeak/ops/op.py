@@ -233,8 +233,10 @@ class AddedGradient:
     """The index of the op that stored or added it."""
     storage: int
     """Of `grad`."""
+    leaf: int
+    """A number of the parameter, one for all of its gradients."""
     parameter: str
-    """Its path; "" where that is not known."""
+    """The path of the parameter; "" where that is not known."""
     was_none: bool
     """Whether the parameter had no gradient before."""
     is_watched: bool

@@ -29,6 +29,7 @@ class GradientLog:
         self._paths = paths
         """Of parameters, by the ids of the tensors."""
         self._leaves: dict[int, torch.Tensor] = {}
+        self._numbers: dict[int, int] = {}
         self._added: list[tuple[int, AddedGradient]] = []
         """With the id of the leaf."""
         self._unusual: set[int] = set()
@@ -51,6 +52,7 @@ class GradientLog:
         added = AddedGradient(
             op=index,
             storage=output.storage,
+            leaf=self._numbers.setdefault(id(leaf), len(self._numbers)),
             parameter=self._paths.get(id(leaf), ""),
             was_none=op.name in _STORING_OPS,
             is_watched=bool(hooks) or type(leaf) is not torch.nn.Parameter,
