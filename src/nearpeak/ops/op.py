@@ -276,6 +276,15 @@ class PythonStretch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextStep:
+    """The ops of the step after a traced one, on the storages of both."""
+
+    ops: tuple[Op, ...]
+    storages: Mapping[int, Storage]
+    """Those that are not in the trace; the others are the same memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
     """The ops of a step in order, the storages that they touch, and which storages are its results."""
 
@@ -324,6 +333,10 @@ class Trace:
     autograd has those of the forward op behind it. Without them there are no stacks at all."""
     gradients: tuple[AddedGradient, ...] = ()
     """Of ops that really ran: the gradients that backward passes added to parameters, in order."""
+    contents: Mapping[int, str] = field(default_factory=dict)
+    """Of ops that really ran: digests of what storages held that no op wrote, where they were looked at."""
+    next_step: NextStep | None = None
+    """The step after this one, if it was traced too: it tells what is computed again from the same values."""
     written_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of ops that really ran: lines of the user's own that call a class, such as "DataLoader" or that of an optimizer,
     or set "cudnn.benchmark"; by that name."""

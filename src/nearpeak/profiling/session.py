@@ -45,7 +45,7 @@ from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
 from nearpeak.units import seconds
 
-SchedulePhase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "clean again", "done"]
+SchedulePhase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "traced next", "clean again", "done"]
 
 
 class ProfilerAction(Enum):
@@ -120,6 +120,8 @@ class Schedule:
     times_again: bool = False
     """Whether clean steps are timed again at the end. Not where a GPU waits for its host: once a profiler ran, launches
     take longer."""
+    compares_steps: bool = False
+    """Whether the step after the traced one is traced too, to see what both compute from the same values."""
     later_walls: list[float] = field(default_factory=list)
     """Of these clean steps."""
     later_device_s: float | None = None
@@ -171,8 +173,12 @@ class Schedule:
             if self._retakes < MAX_RETAKES and not (usable and self.fits(kind) and not compiled):
                 self._retakes += 1
                 self.again = True
+            elif took is not None and took < LONG_STEP_SECONDS and self.compares_steps:
+                self._enter("traced next", now)
             else:
-                self._enter("clean again" if self.times_again else "done", now)
+                self._end_traces(now)
+        elif self.phase == "traced next":
+            self._end_traces(now)
         elif self.phase == "clean again":
             if took is not None and self.fits(kind) and not compiled:
                 self.later_walls.append(took)
@@ -347,6 +353,9 @@ class Schedule:
         else:
             self._enter("traced", now)
 
+    def _end_traces(self, now: float) -> None:
+        self._enter("clean again" if self.times_again else "done", now)
+
     def _follow(self, kind: StepKind) -> None:
         """Compares the next step with this one: a generated text grows from step to step."""
         self._usual = kind
@@ -399,7 +408,7 @@ class Session:
         completed: Callable[[], object] = lambda: None,
     ) -> None:
         self.guard = Guard(lambda error: self._give_up(_error_text(error)))
-        self.schedule = Schedule()
+        self.schedule = Schedule(compares_steps=traces)
         self.loaders = LoaderStarts(self.guard)
         """What data loaders do at the ends of epochs, while it is watched."""
         self.steps: StepDetector | None = None
@@ -425,6 +434,8 @@ class Session:
         """The thread whose steps count: that of the first step."""
         self._profiler: Profiler | None = None
         self._live: LiveTrace | None = None
+        self._first_live: LiveTrace | None = None
+        """What recorded the traced step, while the next one is recorded."""
         self._step_start = 0.0
         self._settling = False
         """Whether this step is the last before the clean ones."""
@@ -488,7 +499,8 @@ class Session:
         self._steps_before_training += self.schedule.steps
         self._wait_ends = None
         self.abandon()
-        self.schedule, self._recorded, self._traced = Schedule(), None, None
+        self.schedule, self._recorded, self._traced = Schedule(compares_steps=self._traces), None, None
+        self._first_live = None
         self._deferred_left, self._deferred, self._thread = 0, [], None
         self._watch.forget()
         self._warm_graphs = self._compiler = None
@@ -539,7 +551,7 @@ class Session:
         self.schedule.steps = max(self.schedule.steps, seen + 1)  # also if it failed
         if self.is_done:
             self._complete()
-        elif self.schedule.phase == "clean again" and before == "traced":
+        elif self.schedule.phase == "clean again" and before in ("traced", "traced next"):
             self._tell_completed()
 
     def _complete(self) -> None:
@@ -662,7 +674,7 @@ class Session:
             self._begin_clean_steps(between)
             return
         now = self.guard.program_time()
-        if before in ("profiler start", "profiled", "traced"):  # the step ends with its last kernel
+        if before in ("profiler start", "profiled", "traced", "traced next"):  # the step ends with its last kernel
             synchronize()
             now = self.guard.program_time(now=True)
         after = self._evaluate_deferred()
@@ -699,7 +711,8 @@ class Session:
             with torch._C._EnableTorchFunction():
                 between()
         if after != before:
-            self._say(PHASE_MESSAGES[after])
+            if after in PHASE_MESSAGES:
+                self._say(PHASE_MESSAGES[after])
             if self.steps is not None:
                 self.steps.calls.search(after not in (*_CLEAN, "done"))
                 # The inline caches of the interpreter start empty after monitoring has changed: one step refills them.
@@ -752,15 +765,23 @@ class Session:
         if self.schedule.phase == "profiled":
             return self._finish_profiled(now, kind, graphs)
         fits = self.schedule.fits(kind)
-        if self.schedule.phase == "traced" and self._live is not None:
-            live, self._live = self._live, None
-            try:
-                traced = live.stop()
-            except Exception as error:  # the profiled step is worth a profile without it
-                self._untraced_reason = _error_text(error)
-            else:
-                if fits:
-                    self._set_trace(traced)
+        if self._live is None:
+            return fits
+        live, self._live = self._live, None
+        if self.schedule.phase == "traced next":
+            first, self._first_live = self._first_live, None
+            if first is not None and self._traced is not None:
+                with suppress(Exception):  # the trace is worth a profile without it
+                    self._traced = live.stop_next_step(self._traced, first)
+            return fits
+        try:
+            traced = live.stop()
+        except Exception as error:  # the profiled step is worth a profile without it
+            self._untraced_reason = _error_text(error)
+        else:
+            if fits:
+                self._set_trace(traced)
+                self._first_live = live
         return fits
 
     def _finish_profiled(self, now: float, kind: StepKind, graphs: int) -> bool:
@@ -821,6 +842,9 @@ class Session:
             elif not _profiler_runs():
                 self._profiler = Profiler()
             self._step_start = self.guard.program_time()
+        elif phase == "traced next" and self._first_live is not None:
+            with suppress(Exception):
+                self._live = LiveTrace()
         elif phase == "traced":
             if self._recorded is None:
                 self._give_up("the code runs a profiler of its own in every step. Switch it off, and try again.")

@@ -50,6 +50,13 @@ class LiveTrace:
         if self._recorder.python_time is not None:
             self._recorder.python_time.end()
 
+    def stop_next_step(self, trace: Trace, first: LiveTrace) -> Trace:
+        """Ends the recording of the step after `trace`, which `first` has recorded: the trace with this step's ops."""
+        self._undo.close()
+        if self._recorder.failure is not None or self._recorder.truncated:
+            return trace
+        return first._recorder.add_next_step(trace, self._recorder)
+
     def stop(self) -> Trace:
         """Ends the recording; raises what kept it from being complete."""
         self._undo.close()

@@ -7,8 +7,10 @@ forward (`RecomputeDetector`). `active_recorder` is the recorder of this thread.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import hashlib
 import inspect
 import math
 import sys
@@ -29,6 +31,7 @@ from nearpeak.ops.fast_init import positional_constructor
 from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.ops.low_gc import low_gc
 from nearpeak.ops.op import (
+    NextStep,
     Op,
     OpSignature,
     Phase,
@@ -62,7 +65,7 @@ from nearpeak.trace.schema import OperatorSchema, schema_of
 from nearpeak.trace.seen_values import SeenValues
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, lines_that_write, own_stack, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
-from nearpeak.trace.storages import Storages, below_transforms, innermost
+from nearpeak.trace.storages import Storages, below_transforms, innermost, storage_of
 
 P = ParamSpec("P")
 
@@ -130,6 +133,10 @@ class Recorder(TorchDispatchMode):
         self._locations = Locations(self.modules, snapshot, stacks=mode is None)
         self._stacks: list[tuple[str, ...]] = []
         self._gradients = GradientLog(self.storages, self._locations.parameters) if mode is None else None
+        self._contents: dict[int, str] = {}
+        """Digests of what no op wrote, by storage."""
+        if mode is None:
+            self.storages.on_input = self._note_input
         self._recompute = RecomputeDetector(self.modules)
         self._values = SeenValues(self.storages)
         self._entered: list[ExitStack] = []
@@ -209,7 +216,7 @@ class Recorder(TorchDispatchMode):
                 return result
         if schema.lift:
             result = func(*args, **kwargs)
-            self._guard.call(self.storages.value, result, "intermediate")
+            self._guard.call(self._note_lifted, result)
             return result
         if len(self.ops) >= self._limit:
             self.truncated = True
@@ -252,6 +259,17 @@ class Recorder(TorchDispatchMode):
         if not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
             self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
         return arguments
+
+    def _note_lifted(self, made: torch.Tensor) -> None:
+        """A tensor of numbers that the program wrote down, or computed without torch."""
+        value = self.storages.value(made, "intermediate")
+        if made.numel() * made.element_size() <= MAX_LIFTED_BYTES:
+            self._contents.setdefault(value.storage, contents_digest(made.detach().cpu()))
+
+    def _note_input(self, number: int, tensor: torch.Tensor) -> None:
+        """A tensor that no op has made: memory of the host may be written without an op, or be made by NumPy."""
+        if self.storages.kind(number) == "input" and tensor.device.type == "cpu":
+            self._contents[number] = contents_digest(tensor)
 
     def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
         self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
@@ -452,9 +470,32 @@ class Recorder(TorchDispatchMode):
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),
             gradients=() if self._gradients is None else self._gradients.gradients(),
+            contents={number: digest for number, digest in self._contents.items() if digest},
             written_at={} if self._mode is not None else lines_that_write(self._classes_with_options()),
         )
         return dataclasses.replace(trace, **fields)
+
+    def add_next_step(self, trace: Trace, following: Recorder) -> Trace:
+        """The trace of this recorder with the ops of another one, which has recorded the step after it.
+
+        Storages are those of this recorder where the memory is the same. Memory of the host that has changed in
+        between without an op is another one.
+        """
+        numbers: dict[int, int] = {}
+        new: dict[int, Storage] = {}
+        contents = dict(trace.contents)
+        shared = self.storages.same_memory(following.storages)
+        for number, storage in following.storages.facts().items():
+            known = shared.get(number)
+            digest = following._contents.get(number, "")
+            if known is None or (known in contents and digest and contents[known] != digest):
+                known = len(trace.storages) + number
+                new[known] = storage
+                if digest:
+                    contents[known] = digest
+            numbers[number] = known
+        ops = tuple(op_on_storages(op, numbers) for op in following._final_ops())
+        return dataclasses.replace(trace, contents=contents, next_step=NextStep(ops=ops, storages=new))
 
     def _classes_with_options(self) -> set[str]:
         """The names of classes whose options are the remedy of a waste."""
@@ -745,6 +786,26 @@ def _grouped_mm(
 _FAKE_RESULTS: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._grouped_mm.default: _grouped_mm,
 }
+
+
+MAX_DIGEST_BYTES = 1 << 26
+"""What larger memory holds is not looked at: it is the same as long as no op writes it."""
+MAX_LIFTED_BYTES = 1 << 20
+"""Tensors of numbers in the code are small; on a device they are copied back."""
+
+
+def contents_digest(tensor: torch.Tensor) -> str:
+    """A digest of the memory of a tensor on the host, all of its storage; "" where it is not looked at.
+
+    >>> contents_digest(torch.ones(3)) == contents_digest(torch.ones(3)) != contents_digest(torch.zeros(3))
+    True
+    """
+    storage = storage_of(tensor)
+    size = 0 if storage is None else storage.nbytes()
+    address = 0 if storage is None or not size else storage.data_ptr()
+    if not address or size > MAX_DIGEST_BYTES:
+        return ""
+    return hashlib.blake2b((ctypes.c_char * size).from_address(address), digest_size=16).hexdigest()
 
 
 class FakeCopies:

@@ -186,6 +186,15 @@ class Storages:
             number = self._by_memory[memory]
         return number
 
+    def same_memory(self, other: Storages) -> dict[int, int]:
+        """The numbers here of storages that `other` numbers too, by their numbers there.
+
+        Weak references of both keep the addresses of storages from being reused.
+        """
+        return {
+            number: self._numbers[address] for address, number in other._numbers.items() if address in self._numbers
+        }
+
     def in_graph(self, facts: Storage, memory: int | None) -> int:
         """The number of a storage that a replayed graph uses; a new one for what the graph allocates."""
         existed = facts.kind != "intermediate" and memory is not None

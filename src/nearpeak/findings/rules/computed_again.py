@@ -1,0 +1,278 @@
+"""The same is computed again from the same values: within a step, or in every step. The first result could be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.step import Step, is_source_line
+from nearpeak.findings.value_numbering import ValueNumbers, number_values, reusable
+from nearpeak.ops.op import name_without_origin
+from nearpeak.profiles.idle import CauseName, IdleCause
+from nearpeak.units import seconds
+
+_HOST_CAUSES: tuple[CauseName, ...] = ("host ops", "python", "synchronization")
+"""Idle time that goes with the work at a line: of the host, and of the wait for a copy of its result."""
+
+
+@rule("computed-twice", needs=["storages"], compiles=True)
+def computed_twice(step: Step) -> Iterator[Waste]:
+    """Forward ops whose name, arguments and inputs equal those of an earlier one, by the line that runs them again."""
+    numbers = number_values(step)
+    later = {
+        index
+        for index, first in enumerate(numbers.first)
+        if first != index and _counts(step, first) and _counts(step, index)
+    }
+    later = reusable(numbers, later, first_stays=True)
+    for piece in _pieces(step, numbers, later, alike=later | {numbers.first[index] for index in later}):
+        launched = [index for index in piece.ops if step.time(index)]
+        longest = max(launched or piece.ops, key=lambda index: _weight(step, index))
+        backward = {backward_op for index in launched for backward_op in _backward(step, index, numbers.first[index])}
+        op, first = step.ops[longest], step.ops[numbers.first[longest]]
+        shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in op.inputs[:3])
+        more = f" and {len(piece.ops) - 1} more with it" if len(piece.ops) > 1 else ""
+        causes = _host_causes(step, piece.ops)
+        yield Waste(
+            title="The same is computed again from the same inputs.",
+            op=longest,
+            source=piece.line,
+            gains={index: step.time(index) for index in (*launched, *sorted(backward))},
+            gone=piece.ops,
+            idle=_sums(causes),
+            causes=causes,
+            evidence=f"{_operator(step, longest)} of {shapes or 'no tensors'} ran at {first.source or 'an earlier op'} "
+            f"and again{f' at {op.source}' if op.source != first.source else ''}, with nothing written in between; the "
+            f"later one{more} took {_took(step, launched, causes)}"
+            + (f", and {seconds(step.seconds(backward))} in backward." if backward else "."),
+            reasoning="The later ops go away, and backward goes through the first one once. "
+            "The first result is in memory for longer.",
+            remedy=f"result = ...  # once, at {first.source or 'its first use'}, before a loop that needs it\n"
+            f"# and `result` again at {piece.line or op.source or 'the second'}",
+        )
+
+
+@rule("computed-every-step", needs=["storages"])
+def computed_every_step(step: Step) -> Iterator[Waste]:
+    """Forward ops that compute in this step what the next one computes too, by the line that runs them.
+
+    Two steps in a row on the same data tell nothing about what depends on the data.
+    """
+    numbers = number_values(step)
+    same = {
+        index
+        for index in numbers.next_step
+        if _counts(step, index, casts=True) and (numbers.new_data or index not in numbers.on_data)
+    }
+    same = reusable(numbers, same, first_stays=False)
+    for piece in _pieces(step, numbers, same, alike=same):
+        launched = [index for index in piece.ops if step.time(index)]
+        longest = max(piece.ops, key=lambda index: _weight(step, index))
+        causes = _host_causes(step, piece.ops)
+        on_data = any(index in numbers.on_data for index in piece.ops)
+        what = f"{len(piece.ops)} ops" if len(piece.ops) > 1 else "One op"
+        yield Waste(
+            title="Every step computes the same again.",
+            op=longest,
+            source=piece.line,
+            gains={index: step.time(index) for index in launched},
+            gone=piece.ops,
+            idle=_sums(causes),
+            causes=causes,
+            evidence=f"{what} at {piece.line or step.ops[longest].source or 'unknown lines'} had the same inputs in two "
+            f"steps in a row, and nothing wrote to them in between: {_took(step, launched, causes)} in a step, most in "
+            f"{_operator(step, longest)} at {step.ops[longest].source or 'an unknown line'}.",
+            reasoning="These ops go away in all steps but the first, with the Python that calls them. The result stays "
+            "in memory.",
+            remedy="Move this line before the loop, and keep its result until its inputs change."
+            if on_data
+            else "Compute it once and keep it: self.register_buffer(...) in the constructor of a module, "
+            "@functools.cache on a function of plain numbers, or before the loop.",
+        )
+
+
+def _counts(step: Step, index: int, *, casts: bool = False) -> bool:
+    """Whether the result of a forward op is used, and the op is not a cast on one device, which has a rule of its
+    own."""
+    op = step.ops[index]
+    if op.phase != "forward" or op.recomputed:
+        return False
+    if op.origin == "host":
+        return True
+    if op.packet == "aten._to_copy" and not casts:
+        on_host = step.trace.on_host
+        if (op.inputs[0].storage in on_host) == (op.outputs[0].storage in on_host):
+            return False
+    return bool(step.flow.consumers[index]) or any(tensor.storage in step.flow.results for tensor in op.written)
+
+
+def _operator(step: Step, index: int) -> str:
+    op = step.ops[index]
+    return name_without_origin(op.name) if op.origin == "host" else op.packet
+
+
+def _took(step: Step, launched: Collection[int], causes: Sequence[IdleCause]) -> str:
+    host_s = sum(cause.seconds for cause in causes)
+    device = seconds(step.seconds(launched))
+    return f"{device}, and {seconds(host_s)} of the host" if host_s else device
+
+
+def _weight(step: Step, index: int) -> tuple[float, float]:
+    """By which the main op of some is chosen: its time, or for ops on the host its bytes."""
+    return step.time(index), sum(tensor.bytes for tensor in step.ops[index].outputs)
+
+
+def _sums(causes: Sequence[IdleCause]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for cause in causes:
+        sums[cause.cause] = sums.get(cause.cause, 0.0) + cause.seconds
+    return sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Piece:
+    """Ops that go together."""
+
+    line: str
+    """The line to change; "" if no stacks are known."""
+    ops: Sequence[int]
+
+
+_Call = tuple[str, ...]
+"""Lines on the stack, the outermost first."""
+
+
+def _pieces(
+    step: Step, numbers: ValueNumbers, members: Collection[int], *, alike: Collection[int]
+) -> Iterator[_Piece]:
+    """The members by the outermost line all of whose work is repeated: the call of an encoder, not its layers.
+
+    What a function computes from no data, such as a table, is at the lines of the function itself, where it can be
+    kept. Lines of one function that feed each other are one piece.
+
+    Args:
+        step: The step.
+        numbers: Its value numbers.
+        members: The ops to be divided.
+        alike: Ops that do not keep a line from being repeated as a whole.
+    """
+    calls = _outermost_calls(step, numbers, members, alike)
+    groups: dict[_Call, list[int]] = {}
+    for index in sorted(members):
+        groups.setdefault(calls[index], []).append(index)
+    joined: dict[_Call, _Call] = {}
+
+    def root(call: _Call) -> _Call:
+        while joined.get(call, call) != call:
+            call = joined[call]
+        return call
+
+    written_by: dict[int, int] = {}
+    for index in sorted(members):
+        for tensor in step.ops[index].inputs:
+            before = written_by.get(tensor.storage)
+            one, other = calls[index], calls[index] if before is None else calls[before]
+            if one != other and one[:-1] == other[:-1]:
+                joined[root(one)] = root(other)
+        for tensor in step.ops[index].written:
+            written_by[tensor.storage] = index
+    pieces: dict[_Call, list[int]] = {}
+    for call, group in groups.items():
+        pieces.setdefault(root(call), []).extend(group)
+    for group in pieces.values():
+        if all(step.costs[index].family == "creation" for index in group):
+            continue  # a buffer that is filled anew
+        yield _Piece(line=_line(step, numbers, group, calls), ops=tuple(sorted(group)))
+
+
+def _stack(step: Step, index: int) -> _Call:
+    op = step.ops[index]
+    stack = step.trace.stacks[index] if step.trace.stacks else ()
+    return stack or (op.caller or op.source,)
+
+
+def _outermost_calls(
+    step: Step, numbers: ValueNumbers, members: Collection[int], alike: Collection[int]
+) -> Mapping[int, _Call]:
+    """For each member the outermost line on its stack under which all ops are alike, or do no work."""
+    mixed: set[_Call] = set()
+    writing = frozenset(index for writers in numbers.writers.values() for index in writers)
+    for index, op in enumerate(step.ops):
+        if index in alike or index not in writing or op.phase != "forward":
+            continue
+        stack = _stack(step, index)
+        mixed.update(stack[:depth] for depth in range(1, len(stack) + 1))
+    calls = {}
+    for index in members:
+        stack = _stack(step, index)
+        depth = next((depth for depth in range(1, len(stack)) if stack[:depth] not in mixed), len(stack))
+        calls[index] = stack[:depth]
+    return calls
+
+
+def _line(step: Step, numbers: ValueNumbers, group: Sequence[int], calls: Mapping[int, _Call]) -> str:
+    """The line of the group that takes longest; in the function that it calls, if that computes from no data."""
+    inside = 0 if any(index in numbers.on_data for index in group) else 1
+    totals: dict[str, list[float]] = {}
+    for index in group:
+        stack, call = _stack(step, index), calls[index]
+        line = stack[min(len(stack), len(call) + inside) - 1]
+        total = totals.setdefault(line, [0.0, 0.0])
+        for place, amount in enumerate(_weight(step, index)):
+            total[place] += amount
+    return max(totals, key=lambda line: totals[line])
+
+
+def _host_causes(step: Step, ops: Collection[int]) -> list[IdleCause]:
+    """The idle time that goes with some ops: at lines where nothing else runs, or before an op that follows theirs."""
+    members = set(ops)
+    others = {
+        op.place for index, op in enumerate(step.ops) if index not in members and step.costs[index].family != "view"
+    }
+    lines = {step.ops[index].place for index in members} - others
+    lines = {line for line in lines if is_source_line(line)} | _places_after(step, members)
+    return [
+        cause
+        for cause in step.profile.idle
+        if cause.cause in _HOST_CAUSES and cause.where in lines and (cause.cause != "python" or not cause.what)
+    ]
+
+
+def _places_after(step: Step, members: AbstractSet[int]) -> set[str]:
+    """The places of ops before which the host computed nothing but members, on tensors in its own memory.
+
+    The profiler shows small ops on the host as one stretch before the next launch.
+    """
+    places: dict[str, bool] = {}
+    python = step.trace.python or {}
+    before: list[int] = []
+    """Ops on the host since the last launch that stays."""
+    for index, op in enumerate(step.ops):
+        if op.origin == "host":
+            before.append(index)
+        elif index not in members and step.time(index):
+            if before and index not in python:
+                places[op.place] = places.get(op.place, True) and members >= set(before)
+            before = []
+    return {place for place, all_members in places.items() if all_members and is_source_line(place)}
+
+
+def _backward(step: Step, index: int, first: int) -> list[int]:
+    """The backward ops of an op: of its family, at its line, on what it read or wrote."""
+    op = step.ops[index]
+    own = {tensor.storage for tensor in (*op.inputs, *op.outputs)}
+    ops = [
+        position
+        for position, candidate in enumerate(step.ops)
+        if candidate.phase == "backward"
+        and not candidate.recomputed
+        and candidate.source == op.source != ""
+        and candidate.module == op.module
+        and step.costs[position].family == step.costs[index].family
+        and any(tensor.storage in own for tensor in candidate.inputs)
+    ]
+    if step.ops[first].source == op.source:  # of both ops; backward begins with the later one
+        return ops[: len(ops) // 2]
+    return ops
