@@ -34,7 +34,8 @@ class ValueNumbers:
     next_step: frozenset[int] = frozenset()
     """Ops whose results the next step computes again."""
     on_data: frozenset[int] = frozenset()
-    """Ops whose results depend on tensors from outside of the step that are neither parameters nor buffers."""
+    """Ops whose results depend on random numbers, or on tensors from outside of the step that are neither parameters
+    nor buffers."""
     new_data: bool = False
     """Whether the next step has other tensors of that kind. Where it has none, a program that measures itself, or that
     was shortened for a profile, runs on the same batch again and again."""
@@ -93,10 +94,11 @@ def number_values(step: Step) -> ValueNumbers:
                     from_data.add(tensor.storage)
                     if op.phase == "forward" and tensor.elements > 1:
                         seen_data[is_next].setdefault(tensor.storage, set()).add(key_of(tensor))
-            if any(tensor.storage in from_data for tensor in op.inputs):
-                on_data.add(index)
+        is_deterministic = _is_deterministic(op, costs[index])
+        if not is_deterministic or any(tensor.storage in from_data for tensor in op.inputs):
+            on_data.add(index)
         first_index = index
-        if _is_deterministic(op, costs[index]):
+        if is_deterministic:
             first_index = known.setdefault((op.name, arguments, op.phase), index)
         reads.append(arguments)
         first.append(first_index)

@@ -134,7 +134,9 @@ def profile(
 def _trace_step(case: Case) -> Trace | str:
     """The trace of a step, or why there is none: the step is worth a profile without it."""
     try:
-        return trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=True, keep_compiled=True)
+        return trace(
+            case.fn, *case.args, kwargs=dict(case.kwargs), live=True, keep_compiled=True, next_step=case.reset is None
+        )
     except UnrecordedOps as error:
         return str(error)
 

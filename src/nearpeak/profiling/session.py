@@ -45,7 +45,9 @@ from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
 from nearpeak.units import seconds
 
-SchedulePhase = Literal["warm-up", "clean", "profiler start", "profiled", "traced", "traced next", "clean again", "done"]
+SchedulePhase = Literal[
+    "warm-up", "clean", "profiler start", "profiled", "traced", "traced next", "clean again", "done"
+]
 
 
 class ProfilerAction(Enum):

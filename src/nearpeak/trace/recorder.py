@@ -802,8 +802,13 @@ def contents_digest(tensor: torch.Tensor) -> str:
     """
     storage = storage_of(tensor)
     size = 0 if storage is None else storage.nbytes()
-    address = 0 if storage is None or not size else storage.data_ptr()
-    if not address or size > MAX_DIGEST_BYTES:
+    if storage is None or not 0 < size <= MAX_DIGEST_BYTES:
+        return ""
+    try:
+        address = storage.data_ptr()
+    except RuntimeError:  # of a kind without memory
+        return ""
+    if not address:
         return ""
     return hashlib.blake2b((ctypes.c_char * size).from_address(address), digest_size=16).hexdigest()
 

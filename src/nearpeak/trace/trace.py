@@ -72,6 +72,7 @@ def trace(
     grad: bool | None = None,
     live: bool = False,
     keep_compiled: bool = False,
+    next_step: bool = False,
     limit: int = MAX_OPS,
     target: Target | None = None,
 ) -> Trace:
@@ -90,11 +91,12 @@ def trace(
             None runs `fn` as it is.
         live: Run on the real tensors, for code that reads values. Then everything that `fn` does happens.
         keep_compiled: With `live`: compiled code stays compiled, and its kernels are the ops.
+        next_step: With `live`: call it a second time, for what both calls compute from the same values.
         limit: The number of ops after which the trace ends, with a note.
         target: The machine to trace for, as `cuda_ops.target.target_of(machine)` gives it: for a GPU, fake CPU tensors
             run the operators that torch's CUDA build runs on it. None is this machine. Not with `live`.
     """
-    traced = _Traced(fn, args, dict(kwargs or {}), grad, live, keep_compiled, limit, target)
+    traced = _Traced(fn, args, dict(kwargs or {}), grad, live, keep_compiled, next_step, limit, target)
     flipped: frozenset[int] = frozenset()
     first_error: Exception | None = None
     while True:
@@ -120,13 +122,14 @@ class _Traced(NamedTuple):
     grad: bool | None
     live: bool
     keep_compiled: bool
+    next_step: bool
     limit: int
     target: Target | None
 
 
 def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) -> Trace:
     """A trace. Guesses of truth values that `flipped` names are the other way; all are added to `guesses`."""
-    fn, args, named, grad, live, keep_compiled, limit, target = traced
+    fn, args, named, grad, live, keep_compiled, next_step, limit, target = traced
     reachable = ReachableModules(fn, args, named)
     snapshot = StateSnapshot(live=live)
     mode = None if live else _find_fake_mode(args, named, reachable)
@@ -195,9 +198,27 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
         notes = tuple(_trace_notes(truncated, limit, cuda_requests, target, compiled, assumptions))
         with torch._C.DisableTorchFunction():  # before states are restored
             finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)
+        del returned
+        if live and next_step and not truncated:
+            finished = _add_next_step(finished, recorder, lambda: fn(*args, **named), limit)
     if target is not None and target.kind == "cpu":  # where torch's flags for tf32 mean nothing
         finished = dataclasses.replace(finished, ops=without_tf32(recorder.ops))
     return finished
+
+
+def _add_next_step(trace: Trace, recorder: Recorder, call: Callable[[], object], limit: int) -> Trace:
+    """The trace of a live call with the ops of a second one, if all of these could be recorded."""
+    following = Recorder(mode=None, limit=limit, snapshot=StateSnapshot(live=True))
+    with (
+        record_inductor_kernels(following),
+        following.modules.watching(),
+        _watch_optimizers(following),
+        following,
+    ):
+        call()
+    if following.failure is not None or following.truncated:
+        return trace
+    return recorder.add_next_step(trace, following)
 
 
 def _find_fake_mode(args: tuple[Any, ...], kwargs: Mapping[str, Any], reachable: ReachableModules) -> FakeTensorMode:

@@ -1,4 +1,8 @@
-"""The same is computed again from the same values: within a step, or in every step. The first result could be kept."""
+"""The same is computed again from the same values. The first result could be kept.
+
+computed-twice: The same op runs on the same values more than once in the same pass: the first result could be reused.
+computed-every-step: Every step computes the same again, from inputs that do not change: the result could be kept.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +85,8 @@ def computed_every_step(step: Step) -> Iterator[Waste]:
             gone=piece.ops,
             idle=_sums(causes),
             causes=causes,
-            evidence=f"{what} at {piece.line or step.ops[longest].source or 'unknown lines'} had the same inputs in two "
-            f"steps in a row, and nothing wrote to them in between: {_took(step, launched, causes)} in a step, most in "
+            evidence=f"{what} at {piece.line or step.ops[longest].source or 'unknown lines'} had the same inputs in "
+            f"two steps in a row, and nothing wrote to them in between: {_took(step, launched, causes)} in a step, most in "
             f"{_operator(step, longest)} at {step.ops[longest].source or 'an unknown line'}.",
             reasoning="These ops go away in all steps but the first, with the Python that calls them. The result stays "
             "in memory.",
@@ -144,9 +148,7 @@ _Call = tuple[str, ...]
 """Lines on the stack, the outermost first."""
 
 
-def _pieces(
-    step: Step, numbers: ValueNumbers, members: Collection[int], *, alike: Collection[int]
-) -> Iterator[_Piece]:
+def _pieces(step: Step, numbers: ValueNumbers, members: Collection[int], *, alike: Collection[int]) -> Iterator[_Piece]:
     """The members by the outermost line all of whose work is repeated: the call of an encoder, not its layers.
 
     What a function computes from no data, such as a table, is at the lines of the function itself, where it can be

@@ -1,0 +1,152 @@
+"""What two steps in a row compute from the same values, and what only looks like it."""
+
+import numpy
+import pytest
+import torch
+from gpu_steps import found_in, with_times
+
+from nearpeak.trace.trace import trace
+
+RULE = "computed-every-step"
+
+
+def found(step, rule=RULE):
+    """The findings of a step on real tensors, where each op takes a millisecond, with the names of their ops."""
+    with torch.no_grad():
+        seen = with_times(trace(step, live=True, next_step=True), lambda op, expected: 1e-3)
+    return [(finding.source, [seen.ops[index].packet for index in finding.ops]) for finding in found_in(seen, rule)]
+
+
+def packets(step, rule=RULE):
+    return [packet for _, ops in found(step, rule) for packet in ops]
+
+
+def line_of(function, offset):
+    return f"test_computed_every_step.py:{function.__code__.co_firstlineno + offset}"
+
+
+class Program:
+    """Has a text that stays, and a sound that changes from step to step."""
+
+    def __init__(self):
+        self.text, self.sound = torch.randn(64, 64), torch.randn(64, 64)
+        self.weight = torch.nn.Parameter(torch.randn(64, 64))
+
+    def encode(self):
+        hidden = (self.text @ self.weight).relu_()
+        return hidden @ self.weight
+
+    def step(self):
+        text = self.encode()
+        self.sound = (self.sound @ self.weight + text).tanh()
+
+
+def test_an_encoder_on_the_same_text_is_found_at_its_call_with_its_ops_in_place():
+    assert found(Program().step) == [(line_of(Program.step, 1), ["aten.mm", "aten.relu_", "aten.mm"])]
+
+
+def test_a_program_that_runs_on_one_batch_has_nothing_to_keep():
+    program = Program()
+    assert packets(lambda: program.encode().sum()) == []
+
+
+def test_a_running_sum_is_no_new_data():
+    program, total = Program(), torch.zeros(64)
+
+    def step():
+        total.add_(program.encode().sum(0))
+
+    assert packets(step) == []
+
+
+def test_a_weight_that_is_updated_computes_something_else():
+    program = Program()
+
+    def step():
+        program.step()
+        program.weight.data.mul_(0.5)
+
+    assert packets(step) == []
+
+
+def table(size):
+    places = torch.arange(size) - size / 2
+    return torch.exp(-places.square())
+
+
+def numpy_table(size):
+    places = torch.from_numpy(numpy.arange(size) - size / 2)
+    return torch.exp(-places.square())
+
+
+def listed_table(size):
+    places = torch.tensor([place - size / 2 for place in range(size)])
+    return torch.exp(-places.square())
+
+
+@pytest.mark.parametrize("build", [table, numpy_table, listed_table])
+def test_a_table_is_found_in_the_function_that_builds_it(build):
+    program = Program()
+
+    def step():
+        program.sound = program.sound * build(64)
+
+    ((line, ops),) = found(step)
+    assert line in (line_of(build, 1), line_of(build, 2))
+    assert {"aten.exp", "aten.pow"} <= set(ops)
+
+
+def test_a_table_of_another_size_is_another_one():
+    program, sizes = Program(), iter(range(10, 100))
+
+    def step():
+        program.sound = program.sound * table(next(sizes)).sum()
+
+    assert packets(step) == []
+
+
+def test_memory_that_numpy_writes_holds_something_else():
+    program, array = Program(), numpy.zeros((64, 64), dtype=numpy.float32)
+    program.text = torch.from_numpy(array)
+
+    def step():
+        program.step()
+        array[:] += 1
+
+    assert packets(step) == []
+
+
+@pytest.mark.parametrize("noise", [torch.rand_like, torch.nn.functional.dropout, torch.bernoulli])
+def test_random_numbers_are_others_in_every_step(noise):
+    program = Program()
+    program.text = torch.full((64, 64), 0.5)
+
+    def step():
+        program.sound = program.sound @ noise(program.text).exp()
+
+    assert packets(step) == []
+
+
+def test_a_result_that_is_written_to_must_be_computed_again():
+    program = Program()
+
+    def step():
+        text = program.text.exp()
+        text += program.sound
+        program.sound = text.tanh()
+
+    assert packets(step) == []
+
+
+def test_an_encoder_inside_of_a_loop_of_the_step_is_found_at_its_call():
+    program = Program()
+
+    def step():
+        program.text = torch.randn(64, 64)
+        for _ in range(3):
+            program.step()
+
+    assert packets(step) == []
+    assert found(step, "computed-twice") == [
+        (line_of(Program.step, 1), ["aten.mm", "aten.relu_", "aten.mm"] * 2),
+    ]
