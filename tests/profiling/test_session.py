@@ -131,6 +131,8 @@ def test_a_traced_step_is_evaluated_at_once():
     found.schedule.phase, found._deferred_left, found._last_kind = "traced", 5, (kind, False, False)
     found._live = LiveTrace()
     found.step_ends(kind)
+    assert found.schedule.phase == "traced next"  # which is traced too
+    found.step_ends(kind)
     assert found._live is None
     assert torch._C._len_torch_dispatch_stack() == 0
     assert found.is_done

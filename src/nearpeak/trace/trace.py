@@ -199,23 +199,27 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
         with torch._C.DisableTorchFunction():  # before states are restored
             finished = recorder.finish(tensors_in(returned), truncated=truncated, notes=notes)
         del returned
-        if live and next_step and not truncated:
-            finished = _add_next_step(finished, recorder, lambda: fn(*args, **named), limit)
+    if live and next_step and not truncated:
+        finished = _add_next_step(finished, recorder, traced)
     if target is not None and target.kind == "cpu":  # where torch's flags for tf32 mean nothing
         finished = dataclasses.replace(finished, ops=without_tf32(recorder.ops))
     return finished
 
 
-def _add_next_step(trace: Trace, recorder: Recorder, call: Callable[[], object], limit: int) -> Trace:
+def _add_next_step(trace: Trace, recorder: Recorder, traced: _Traced) -> Trace:
     """The trace of a live call with the ops of a second one, if all of these could be recorded."""
-    following = Recorder(mode=None, limit=limit, snapshot=StateSnapshot(live=True))
+    following = Recorder(mode=None, limit=traced.limit, snapshot=StateSnapshot(live=True))
     with (
-        record_inductor_kernels(following),
+        record_inductor_kernels(following) if traced.keep_compiled else no_compile(),
+        see_cpp_kernels(),
+        record_replays(),
+        record_triton_kernels(),
+        track_functional_calls(),
         following.modules.watching(),
         _watch_optimizers(following),
         following,
     ):
-        call()
+        traced.fn(*traced.args, **traced.kwargs)
     if following.failure is not None or following.truncated:
         return trace
     return recorder.add_next_step(trace, following)
