@@ -86,8 +86,8 @@ def computed_every_step(step: Step) -> Iterator[Waste]:
             idle=_sums(causes),
             causes=causes,
             evidence=f"{what} at {piece.line or step.ops[longest].source or 'unknown lines'} had the same inputs in "
-            f"two steps in a row, and nothing wrote to them in between: {_took(step, launched, causes)} in a step, most "
-            f"in {_operator(step, longest)} at {step.ops[longest].source or 'an unknown line'}.",
+            f"two steps in a row, and nothing wrote to them in between: {_took(step, launched, causes)} in a step, "
+            f"most in {_operator(step, longest)} at {step.ops[longest].source or 'an unknown line'}.",
             reasoning="These ops go away in all steps but the first, with the Python that calls them. The result stays "
             "in memory.",
             remedy="Move this line before the loop, and keep its result until its inputs change."
