@@ -221,8 +221,14 @@ class Nonzeros:
     """Of all elements."""
     per_row: float
     """Their mean number in a row."""
+    most_in_row: int
     ones: bool
     """Whether all of them are 1."""
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Whether no row has more than a single 1."""
+        return self.ones and self.most_in_row == 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,7 +84,8 @@ class SeenValues:
         if sequences is not None and len(args) > sequences and torch._C._current_graph_task_id() == -1:
             self._look_at_sequences(schema.name, arguments.get(schema.arguments[sequences]), args[sequences])
         for position in PRODUCT_FACTORS.get(schema.name, ()):
-            if len(args) > position:
+            # Gradients are zeros where nobody read the result.
+            if len(args) > position and torch._C._current_graph_task_id() == -1:
                 self._look_at_factor(schema.name, arguments.get(schema.arguments[position]), args[position])
 
     def _look_at_sequences(self, name: str, seen: Any, batch: Any) -> None:
@@ -108,7 +109,7 @@ class SeenValues:
             return
         kind: StorageKind = self._storages.kind(seen.storage)
         key = name, seen.shape
-        if kind == "parameter" or not factor.is_floating_point() or self._vain.get(key, 0) >= VAIN_LOOKS:
+        if kind == "parameter" or factor.layout is not torch.strided or self._vain.get(key, 0) >= VAIN_LOOKS:
             return
         nonzeros = nonzeros_of(factor)
         self._nonzeros[seen.storage] = nonzeros
@@ -120,7 +121,7 @@ def nonzeros_of(matrix: torch.Tensor) -> Nonzeros:
     """The elements of a matrix, or of a batch of matrices, that are not zero, by rows that lie evenly in it.
 
     >>> nonzeros_of(torch.eye(4))
-    Nonzeros(share=0.25, per_row=1.0, ones=True)
+    Nonzeros(share=0.25, per_row=1.0, most_in_row=1, ones=True)
     """
     with torch.no_grad():
         rows = matrix
@@ -130,9 +131,11 @@ def nonzeros_of(matrix: torch.Tensor) -> Nonzeros:
         else:
             rows = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
         present = rows != 0
-        counted = torch.stack([present.sum(), (present & (rows == 1)).sum()]).tolist()
-    count, ones = int(counted[0]), int(counted[1])
-    return Nonzeros(share=count / max(1, rows.numel()), per_row=count / max(1, len(rows)), ones=ones == count)
+        in_rows = present.sum(dim=1)
+        count, most, ones = torch.stack([in_rows.sum(), in_rows.amax(), (rows == 1).sum()]).tolist()
+    return Nonzeros(
+        share=count / rows.numel(), per_row=count / len(rows), most_in_row=int(most), ones=bool(ones == count)
+    )
 
 
 def _may_be_padded(name: str, batch: Any) -> bool:

@@ -74,7 +74,10 @@ def test_less_is_saved_than_the_elements_take_themselves():
     step = network()
     (storage,) = step.trace.nonzeros
     half = dataclasses.replace(
-        step, trace=dataclasses.replace(step.trace, nonzeros={storage: Nonzeros(share=0.9, per_row=990.0, ones=False)})
+        step,
+        trace=dataclasses.replace(
+            step.trace, nonzeros={storage: Nonzeros(share=0.9, per_row=990.0, most_in_row=990, ones=False)}
+        ),
     )
     assert not list(sparse_as_dense(half))
 
@@ -83,4 +86,4 @@ def test_zeros_are_counted_in_rows_that_lie_evenly():
     matrix = torch.ones(1024, 8)
     matrix[::4] = 0.0
     assert nonzeros_of(matrix).share == 0.0  # each fourth row
-    assert nonzeros_of(torch.eye(100)) == Nonzeros(share=0.01, per_row=1.0, ones=True)
+    assert nonzeros_of(torch.eye(100)) == Nonzeros(share=0.01, per_row=1.0, most_in_row=1, ones=True)

@@ -6,15 +6,11 @@ from collections.abc import Iterator
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.rules.one_hot_product import PASSES
 from nearpeak.findings.step import Step, shape_text
 from nearpeak.findings.what_if import median_slowness
 from nearpeak.ops.cost import Access
 from nearpeak.units import percent, quantity, seconds
-
-_PASSES = {"gpu": 9.5, "cpu": 2.0}
-"""The time of a gather, a product and `index_add` with the elements that are not zero, or of their gradient, over that
-of one pass over as many rows. On an H200, 160,000 x 256 in float32, forward and backward: 9.5, since the gradient of
-the gather sorts its rows. On a Xeon, 12,000 x 64 to 64,000 x 32: 1.6 to 2.3. torch's sparse products take less."""
 
 
 @rule("sparse-as-dense", needs=["storages"])
@@ -22,8 +18,8 @@ def sparse_as_dense(step: Step) -> Iterator[Waste]:
     """Products of activations with a matrix that was there before the step, compared with those of its elements."""
     written = {storage for storages in step.flow.written_by for storage in storages}
     for storage, nonzeros in step.trace.nonzeros.items():
-        if storage in written:
-            continue
+        if storage in written or nonzeros.is_one_hot:
+            continue  # rows that are moved
         zeros = 1 - nonzeros.share
         # A product with a parameter is a layer, whose other factor is a batch: that is another one in each step.
         members = [index for index in step.touched_by.get(storage, ()) if _is_product(step, index, storage)]
@@ -72,4 +68,4 @@ def _element_seconds(step: Step, index: int, storage: int, zeros: float) -> floa
     matrix, width = (left, right.shape[-1]) if left.storage == storage else (right, left.shape[-2])
     size = (1 - zeros) * matrix.elements * width * matrix.item_bytes
     passes = step.expected_for_work([Access(storage=-1, bytes=size)], [Access(storage=-2, bytes=size)], kind="indexing")
-    return _PASSES[step.machine.kind] * passes
+    return PASSES[step.machine.kind] * passes
