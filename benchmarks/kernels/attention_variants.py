@@ -1,4 +1,4 @@
-"""The attention kernels for Hopper that are no default yet: errors against float32, and times by configuration.
+"""The attention kernels for Hopper, by configuration, and those that are no default yet: errors and times.
 
     python -m benchmarks.kernels.attention_variants --json variants.json --seconds 120
 
@@ -30,7 +30,15 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nearpeak.kernels.attention import operator_arguments
 from nearpeak.kernels.attention.triton import AttentionProblem
-from nearpeak.kernels.attention.tuning import Sm90Config, Sm90Tiles, sm90_tile_candidates, sm90_tiles, tile_dim
+from nearpeak.kernels.attention.tuning import (
+    Sm90Config,
+    Sm90Tiles,
+    sm90_fp8_tile_candidates,
+    sm90_fp8_tiles,
+    sm90_tile_candidates,
+    sm90_tiles,
+    tile_dim,
+)
 
 ROUNDS = 7
 REPEATS = 20
@@ -40,6 +48,8 @@ CHECKED_SIZES = ((2, 16, 8, 1217, 1217), (4, 8, 4, 130, 700), (8, 2, 2, 300, 70)
 """Batches, heads, key heads, queries and keys. All have 16 heads of keys, so that heads can alternate as in cells."""
 TOLERANCE = 0.01
 """The largest error relative to the largest value: weights and gradients of scores are rounded to 8 bits."""
+FP8_TOLERANCE = 0.15
+"""Of operands and weights that are rounded to 4 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,15 +68,25 @@ class Variant:
     window: int | None = None
     """Keys that a query sees before its own."""
     sinks: bool = False
+    fp8: bool = False
+    """Whether operands have 8 bits. They are quantized before, unless it says otherwise."""
+    quantizes: bool = False
 
     @property
     def name(self) -> str:
         if self.backward:
             return f"hopper, {self.together} heads together"
-        tiles = self.tiles or sm90_tiles(tile_dim(self.dim), tile_dim(self.value_dim))
+        tiles = self.tiles or default_tiles(self)
         order = "persistent" if self.persistent else "one tile each"
         sizes = f"{64 * self.consumers} x {tiles.keys}, {tiles.key_stages}/{tiles.value_stages} stages, {tiles.stored}"
-        return f"hopper, {sizes}, {order}"
+        kind = "" if not self.fp8 else ", fp8 with quantization" if self.quantizes else ", fp8"
+        return f"hopper, {sizes}, {order}{kind}"
+
+
+def default_tiles(variant: Variant) -> Sm90Tiles:
+    if variant.fp8:
+        return sm90_fp8_tiles(variant.dim)
+    return sm90_tiles(tile_dim(variant.dim), tile_dim(variant.value_dim))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,13 +103,14 @@ class Cell:
     tokens: int
     window: int | None = None
     sinks: bool = False
+    fp8: bool = False
 
     @property
     def name(self) -> str:
         dims = f"{self.dim}" if self.dim == self.value_dim else f"{self.dim}/{self.value_dim}"
         heads = f"{self.heads}/{self.key_heads}"
         mask = ("causal" if self.causal else "full") + (f", window {self.window}" if self.window else "")
-        mask += ", sinks" if self.sinks else ""
+        mask += (", sinks" if self.sinks else "") + (", fp8" if self.fp8 else "")
         return f"{'backward' if self.backward else 'forward'} {dims}, {self.batch} x {heads} x {self.tokens} {mask}"
 
     @property
@@ -112,6 +133,15 @@ class Cell:
             return [Variant(backward=True, together=number, **same) for number in together]
         tiles = sm90_tile_candidates(tile_dim(self.dim), tile_dim(self.value_dim))
         orders = (True, False) if self.causal else (True,)
+        if self.fp8:
+            whole = Variant(backward=False, fp8=True, quantizes=True, **same)
+            plain = Variant(backward=False, **same)
+            candidates = sm90_fp8_tile_candidates(self.dim)
+            both = [(one, order) for one in candidates for order in orders]
+            return [Variant(backward=False, fp8=True, tiles=one, persistent=order, **same) for one, order in both] + [
+                whole,
+                plain,
+            ]
         return [
             Variant(backward=False, tiles=one, persistent=order, consumers=consumers, **same)
             for one in tiles
@@ -131,6 +161,9 @@ def _cells() -> Iterator[Cell]:
             key_heads=key_heads, tokens=tokens,
         )  # fmt: skip
 
+    for dim, tokens in ((128, 16384), (64, 8192)):
+        for causal in both:
+            yield replace(cell(False, dim, dim, causal, 1, 16, 16, tokens), fp8=True)
     yield cell(False, 192, 128, True, 2, 32, 32, 8192)
     yield cell(True, 192, 128, True, 2, 32, 32, 8192)
     yield cell(False, 256, 256, False, 1, 16, 16, 16384)
@@ -165,11 +198,11 @@ def configured(variant: Variant) -> Iterator[None]:
     """The launchers of the kernels for Hopper take the configuration of a variant."""
     from nearpeak.kernels.attention import sm90
 
-    names = ("sm90_config", "sm90_tiles", "heads_together")
+    names = ("sm90_config", "sm90_tiles", "sm90_fp8_tiles", "heads_together")
     before = {name: getattr(sm90, name) for name in names}
     config = Sm90Config(consumers=variant.consumers, persistent=variant.persistent, together=1)
-    tiles = variant.tiles or sm90_tiles(tile_dim(variant.dim), tile_dim(variant.value_dim))
-    stand_ins = (lambda *_: config, lambda *_: tiles, lambda *_: variant.together)
+    tiles = variant.tiles or default_tiles(variant)
+    stand_ins = (lambda *_: config, lambda *_: tiles, lambda *_: tiles, lambda *_: variant.together)
     for name, stand_in in zip(names, stand_ins, strict=True):
         setattr(sm90, name, stand_in)
     try:
@@ -226,10 +259,12 @@ def passes(variant: Variant, inputs: Sequence[Tensor]) -> tuple[Callable[[], Any
     """The call of a variant, and what it takes before: the forward pass of its backward pass."""
     from nearpeak.kernels.attention import sm90
     from nearpeak.kernels.attention import triton as portable
+    from nearpeak.kernels.attention.fp8_triton import quantized
 
     gradient = inputs[3]
     problem = problem_of(inputs, variant)
     saved: list[Tensor] = []
+    operands = quantized(*inputs[:3]) if variant.fp8 else None
 
     def prepare() -> None:
         if variant.backward:
@@ -239,7 +274,9 @@ def passes(variant: Variant, inputs: Sequence[Tensor]) -> tuple[Callable[[], Any
         with configured(variant):
             if variant.backward:
                 return sm90.backward(problem, gradient, None, saved[0], saved[1], True, True)[:3]
-            return sm90.forward(problem)[:1]
+            if variant.quantizes:
+                return sm90.forward(problem, quantized(*inputs[:3]))[:1]
+            return sm90.forward(problem, operands)[:1]
 
     return call, prepare
 
@@ -248,7 +285,7 @@ def check(variant: Variant) -> dict[str, Any]:
     """The error of a variant on small sizes, and whether two runs differ."""
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_tf32 = False
-    worst, different = 0.0, 0
+    worst, different, norms = 0.0, 0, [0.0]
     for sizes in CHECKED_SIZES:
         inputs = random_inputs(*sizes, variant.dim, variant.value_dim)
         right = exact(inputs, variant)
@@ -259,8 +296,10 @@ def check(variant: Variant) -> dict[str, Any]:
         for one, other in zip(first, right, strict=True):
             error = (one.float() - other).abs().max() / other.abs().max()
             worst = max(worst, float("inf") if error.isnan() else float(error))
+            norms.append(float((one.float() - other).norm() / other.norm()))
         different += sum(not all(map(torch.equal, first, call())) for _ in range(REPEATS))
-    return {"error": worst, "different": different}
+    limit = FP8_TOLERANCE if variant.fp8 else TOLERANCE
+    return {"error": worst, "norm": max(norms), "limit": limit, "different": different}
 
 
 def checked(place: tuple[int, int]) -> dict[str, Any]:
@@ -277,7 +316,7 @@ def checked(place: tuple[int, int]) -> dict[str, Any]:
 
 
 def is_right(found: dict[str, Any]) -> bool:
-    return "failed" not in found and found["error"] < TOLERANCE and not found["different"]
+    return "failed" not in found and found["error"] < found.get("limit", TOLERANCE) and not found["different"]
 
 
 def peers(cell: Cell, inputs: Sequence[Tensor]) -> dict[str, Callable[[], Any]]:

@@ -11,7 +11,8 @@ from kernel_checks import DEVICE
 
 pytest.importorskip("triton.experimental.gluon")
 
-from nearpeak.kernels.attention import sm90, tuning
+from nearpeak.kernels.attention import fp8_triton, sm90, tuning
+from nearpeak.kernels.attention.reference import attention_forward
 from nearpeak.kernels.attention.triton import AttentionProblem
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="tensors are on a GPU")
@@ -176,6 +177,51 @@ def test_gradients_of_windows_and_sinks(emulate, monkeypatch, dims, sizes, left,
     case = Case(2, 1, *sizes, dims[0], sees, value_dim=dims[1], left=left, sinks=given)
     assert sm90.supports_backward(case.problem)
     check_backward(emulate, case, 2 if left == 130 else 100, seed=left, slowest=left % 4)
+
+
+def in_order_of_weights(values):
+    """Keys [..., padded] as they follow each other in transposed values of 8 bits, in their own order."""
+    return values.unflatten(-1, (-1, 4, 2, 2)).transpose(-3, -2).flatten(-4)
+
+
+@pytest.mark.parametrize("tokens", [128, 300])
+def test_operands_in_8_bits(tokens):
+    case = Case(4, 2, tokens, tokens, 64, "full", batches=2)
+    problem = case.problem
+    found = fp8_triton.quantized(problem.query, problem.key, problem.value)
+    values = in_order_of_weights(found.value.float()).mT
+    assert not values[:, :, tokens:].any()
+    for x, actual, scales in (
+        (problem.query, found.query.float(), found.query_scales), (problem.key, found.key.float(), found.key_scales),
+        (problem.value, values[:, :, :tokens], found.value_scales),
+    ):  # fmt: skip
+        expected = x.float().abs().amax((2, 3)) / 448.0
+        torch.testing.assert_close(scales, expected)
+        exact = x.float() / expected[:, :, None, None]
+        assert (actual - exact).abs().max() <= 16.0  # half of the step at 256 and more
+        small = exact.abs() < 1.0
+        assert (actual - exact)[small].abs().max() <= 1.0 / 32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sees", SEES)
+@pytest.mark.parametrize("size", [(2, 2, 300, 300, 64), (2, 1, 200, 270, 128)], ids=str)
+def test_results_of_operands_in_8_bits(emulate, monkeypatch, size, sees):
+    """Against the same numbers in float64: weights are rounded to 4 bits, and errors of many keys cancel."""
+    case = Case(*size, sees)
+    problem = case.problem
+    assert sm90.supports_fp8(problem)
+    inputs = fp8_triton.quantized(problem.query, problem.key, problem.value)
+    keys = in_order_of_weights(inputs.value.float()).mT[:, :, : problem.keys]
+    wide = (inputs.query, inputs.key, keys)
+    scales = (inputs.query_scales, inputs.key_scales, inputs.value_scales)
+    query, key, value = (x.double() * scale[:, :, None, None] for x, scale in zip(wide, scales, strict=True))
+    arguments = (query, key, value, *[None] * 6, 0, 0, -1, problem.right, problem.bottom_right, problem.scale, 0.0, 0.0)
+    expected, expected_lse = attention_forward(*arguments)
+    result, lse = emulate(lambda: sm90.forward(problem, inputs), 2)
+    torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-5)
+    assert (result.double() - expected).norm() < 0.03 * expected.norm()
+    assert (expected - case.result).norm() < 0.06 * case.result.norm()
 
 
 SIZES = [

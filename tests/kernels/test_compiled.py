@@ -22,8 +22,8 @@ NARROW = "narrow"
 """In the name of a launch whose tensors are such that nothing is loaded by 128 bits."""
 SMALL = "small result"
 """In the name of a launch whose threads have less than 128 bits of the result each."""
-BY_ROW = {"attention_delta_kernel", "linear_attention_means_kernel"}
-"""Kernels that write a number or two of each row, which no thread has several of."""
+BY_ROW = {"attention_delta_kernel", "linear_attention_means_kernel", "head_maxima_kernel"}
+"""Kernels that write a number or two of each row or head, which no thread has several of."""
 COPIED = {
     "attention_sm90_kernel", "attention_sm90_backward_kernel", "attention_sm90_wide_backward_kernel",
     "ladder_persistent_kernel", "gemm_sm90_kernel",

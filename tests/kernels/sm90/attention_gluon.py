@@ -16,6 +16,7 @@ def launches():
     if not gluon.runs_on(torch.device("cpu")):
         return  # another version of Triton
     from nearpeak.kernels.attention import sm90
+    from nearpeak.kernels.attention.fp8_triton import quantized
 
     for dim, value_dim, causal in SIZES:
         query, value = (torch.empty(2, 4, 1024, size, dtype=torch.bfloat16) for size in (dim, value_dim))
@@ -32,6 +33,11 @@ def launches():
             if dim != 96:
                 yield f"forward {kind}, window", lambda windowed=windowed: sm90.forward(windowed)
             yield f"backward {kind}, window", lambda given=given: sm90.backward(*given)
+        if sm90.supports_fp8(problem):
+            yield (
+                f"fp8 {kind}",
+                lambda problem=problem: sm90.forward(problem, quantized(problem.query, problem.key, problem.value)),
+            )
         if sm90.supports_backward(problem) and dim != 80:  # which has the tiles of 96
             given = (problem, value, None, value, lse, True, True)
             yield f"backward {kind}", lambda given=given: sm90.backward(*given)

@@ -56,8 +56,10 @@ from nearpeak.kernels._runtime.gluon import descriptor
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.sm90_layouts import wgmma_layout
 from nearpeak.kernels._runtime.tuning import processors
+from nearpeak.kernels.attention.fp8_triton import Fp8Inputs
 from nearpeak.kernels.attention.triton import AttentionProblem, Gradients, addressable, sinks_backward, statistics
 from nearpeak.kernels.attention.tuning import (
+    FP8_DIMS,
     MAX_SUMS,
     has_sm90_backward,
     has_sm90_tiles,
@@ -65,6 +67,7 @@ from nearpeak.kernels.attention.tuning import (
     query_gradient_sums,
     sm90_backward_dims,
     sm90_config,
+    sm90_fp8_tiles,
     sm90_tiles,
     tile_dim,
 )
@@ -92,6 +95,8 @@ ROWS = gl.constexpr(_WARPGROUP_ROWS)
 PAIR = gl.constexpr(_PAIR)
 BYTES = gl.constexpr(2)
 """Of a number of 16 bits."""
+FP8_SHIFT = gl.constexpr(8.0)
+"""A weight of 1 is 2 ** 8, near the largest number of e4m3, so that small ones have all their bits."""
 LN_2 = gl.constexpr(0.6931471805599453)
 LOG2_E = gl.constexpr(1.4426950408889634)
 
@@ -122,6 +127,17 @@ def supports(problem: AttentionProblem) -> bool:
         and 0 not in (problem.batches, problem.queries, problem.keys)
         and problem.batches * problem.heads * (problem.queries + _PAIR) * MAX_SUMS < 2**31
         and all(map(_is_tma_copyable, (problem.query, problem.key, problem.value)))
+    )
+
+
+def supports_fp8(problem: AttentionProblem) -> bool:
+    """Whether the forward pass of a problem can be run with operands in 8 bits, which are made from those of 16."""
+    return (
+        supports(problem)
+        and problem.dim == problem.value_dim
+        and problem.dim in FP8_DIMS
+        and problem.left < 0
+        and problem.sinks is None
     )
 
 
@@ -194,6 +210,16 @@ def _tiles(count: gl.constexpr, rows: gl.constexpr, parts, dtype: gl.constexpr, 
 
 
 @gluon.jit
+def _value_tiles(count: gl.constexpr, keys: gl.constexpr, parts, dtype: gl.constexpr, DIM: gl.constexpr):
+    """The same for values. Those of 8 bits are transposed: (DIM, keys)."""
+    if dtype.primitive_bitwidth == 8:
+        tiles = (gl.allocate_shared_memory(dtype, [count, 1, 1, DIM, keys], parts[0].layout),)
+    else:
+        tiles = _tiles(count, keys, parts, dtype, DIM)
+    return tiles
+
+
+@gluon.jit
 def tile_of_round(number, SNAKE: gl.constexpr):
     """The tile of this program in a round; with SNAKE, every other round goes backwards."""
     program = gl.program_id(0)
@@ -262,6 +288,7 @@ def _load_forward(
     query_rings, key_rings, value_rings, _result_tiles = rings
     _queries, keys, heads, group, blocks, tiles, together, diagonal, left = sizes
     query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
+    size: gl.constexpr = query_rings[0].dtype.primitive_bitwidth // 8
     count = 0  # blocks of keys so far, of all tiles
     for number in range(round_count(tiles, SNAKE)):
         block, head_index = block_and_head(tile_of_round(number, SNAKE), blocks, together, CAUSAL)
@@ -271,7 +298,7 @@ def _load_forward(
         begin = first_key_block(block * QUERIES, visible, diagonal, left, KEYS, WINDOWED)
         # queries, one tile for each consumer
         mbarrier.wait(query_empty, (number & 1) ^ 1)
-        mbarrier.expect(query_full, QUERIES * DIM * BYTES)
+        mbarrier.expect(query_full, QUERIES * DIM * size)
         for consumer in gl.static_range(CONSUMERS):
             row = block * QUERIES + consumer * ROWS
             _copy_parts(query, batch, head, row, query_full, query_rings, consumer, DIM)
@@ -280,12 +307,16 @@ def _load_forward(
             row = (visible - 1 - step) * KEYS
             slot = count % KEY_STAGES
             mbarrier.wait(key_empty.index(slot), ((count // KEY_STAGES) & 1) ^ 1)
-            mbarrier.expect(key_full.index(slot), KEYS * DIM * BYTES)
+            mbarrier.expect(key_full.index(slot), KEYS * DIM * size)
             _copy_parts(key, batch, head // group, row, key_full.index(slot), key_rings, slot, DIM)
             slot = count % VALUE_STAGES
             mbarrier.wait(value_empty.index(slot), ((count // VALUE_STAGES) & 1) ^ 1)
-            mbarrier.expect(value_full.index(slot), KEYS * VALUE_DIM * BYTES)
-            _copy_parts(value, batch, head // group, row, value_full.index(slot), value_rings, slot, VALUE_DIM)
+            mbarrier.expect(value_full.index(slot), KEYS * VALUE_DIM * size)
+            if size == 1:
+                place = [batch, head // group, 0, row]
+                tma.async_copy_global_to_shared(value[0], place, value_full.index(slot), value_rings[0].index(slot))
+            else:
+                _copy_parts(value, batch, head // group, row, value_full.index(slot), value_rings, slot, VALUE_DIM)
             count += 1
 
 
@@ -293,8 +324,12 @@ def _load_forward(
 def _softmax_weights(
     scores, maximum, total, factor, first, column, keys, diagonal, left,
     KEYS: gl.constexpr, LAYOUT: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr, MASKED: gl.constexpr,
+    FP8: gl.constexpr,
 ):  # fmt: skip
-    """Online softmax of scores (ROWS, KEYS): weights, new maximum, new total, and the factor of earlier results."""
+    """Online softmax of scores (ROWS, KEYS): weights, new maximum, new total, and the factor of earlier results.
+
+    Weights and totals of 8 bits are FP8_SHIFT powers of 2 larger.
+    """
     if MASKED:
         key_index = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
         query_index = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -309,34 +344,67 @@ def _softmax_weights(
     base = new_maximum
     if MASKED:  # a query that has seen no key yet
         base = gl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    weights = gl.exp2(scores * factor - base[:, None])
     rescale = gl.exp2(maximum - base)
+    if FP8:
+        base = base - FP8_SHIFT
+    weights = gl.exp2(scores * factor - base[:, None])
     return weights, new_maximum, total * rescale + gl.sum(weights, 1), rescale
 
 
 @gluon.jit
+def _as_left_operand(weights, KEYS: gl.constexpr):
+    """Weights (ROWS, KEYS) of 8 bits in the order of keys that makes each thread's four columns those that it needs.
+
+    Of 16 columns of scores, a thread has two of the first and two of the last 8. As the left operand of a product of 8
+    bits they are four in a row. Values are stored in this order of keys.
+    """
+    return weights.reshape([ROWS, KEYS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([ROWS, KEYS])
+
+
+@gluon.jit
 def _packed(weights, KEYS: gl.constexpr, dtype: gl.constexpr):
-    """Weights (ROWS, KEYS) in 16 bits, two in a register. A loop would carry one per register, and repack them."""
+    """Weights (ROWS, KEYS) in 16 or 8 bits, two or four in a register. A loop would carry one, and repack them."""
     even, odd = weights.reshape([ROWS, KEYS // 2, 2]).split()
-    asm: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
-    return gl.inline_asm_elementwise(asm, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    if dtype.primitive_bitwidth == 8:
+        first, third = even.reshape([ROWS, KEYS // 4, 2]).split()
+        second, fourth = odd.reshape([ROWS, KEYS // 4, 2]).split()
+        four: gl.constexpr = (
+            "{.reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
+            " mov.b32 $0, {a, b};}"
+        )
+        packed = gl.inline_asm_elementwise(
+            four, "=r,f,f,f,f", [first, second, third, fourth], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        two: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32 $0, $2, $1;"
+        packed = gl.inline_asm_elementwise(two, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    return packed
 
 
 @gluon.jit
 def _unpacked(packed, KEYS: gl.constexpr, DIM: gl.constexpr, dtype: gl.constexpr):
     """Packed weights as the left operand of a product with values."""
-    asm: gl.constexpr = "mov.b32 {$0, $1}, $2;"
-    even, odd = gl.inline_asm_elementwise(asm, "=h,=h,r", [packed], (gl.int16, gl.int16), is_pure=True, pack=1)
-    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(DIM), k_width=2)
-    return gl.convert_layout(gl.join(even, odd).reshape([ROWS, KEYS]).to(dtype, bitcast=True), layout)
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wgmma_layout(DIM, bits), k_width=32 // bits)
+    if bits == 8:
+        # each register four times, next to each other as this layout has them: an instruction takes all, and reads one
+        pairs = gl.join(packed, packed)
+        fours = gl.convert_layout(gl.join(pairs, pairs).reshape([ROWS, KEYS]), layout)
+        asm: gl.constexpr = "mov.b32 $0, $1;"
+        whole = gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [fours], dtype=gl.int8, is_pure=True, pack=4)
+    else:
+        halves: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+        even, odd = gl.inline_asm_elementwise(halves, "=h,=h,r", [packed], (gl.int16, gl.int16), is_pure=True, pack=1)
+        whole = gl.join(even, odd).reshape([ROWS, KEYS])
+    return gl.convert_layout(whole.to(dtype, bitcast=True), layout)
 
 
 @gluon.jit
-def _zero_sums(DIM: gl.constexpr):
-    """Zeros (ROWS, DIM) in one or two parts."""
-    sums = (gl.zeros([ROWS, part_dim(DIM, 0)], gl.float32, layout=wgmma_layout(part_dim(DIM, 0))),)
+def _zero_sums(DIM: gl.constexpr, BITS: gl.constexpr = 16):
+    """Zeros (ROWS, DIM) in one or two parts, for products of operands of so many bits."""
+    sums = (gl.zeros([ROWS, part_dim(DIM, 0)], gl.float32, layout=wgmma_layout(part_dim(DIM, 0), BITS)),)
     if part_count(DIM) == 2:
-        rest = gl.zeros([ROWS, part_dim(DIM, 1)], gl.float32, layout=wgmma_layout(part_dim(DIM, 1)))
+        rest = gl.zeros([ROWS, part_dim(DIM, 1)], gl.float32, layout=wgmma_layout(part_dim(DIM, 1), BITS))
         sums = (sums[0], rest)  # type: ignore[assignment]
     return sums
 
@@ -358,7 +426,10 @@ def _start_scores(
 def _start_results(weights, value_rings, slot, accumulators, KEYS: gl.constexpr, VALUE_DIM: gl.constexpr):
     """Starts O += P V, (ROWS, part_dim(VALUE_DIM, 0)) and, if there are two parts, (ROWS, part_dim(VALUE_DIM, 1))."""
     left = _unpacked(weights, KEYS, part_dim(VALUE_DIM, 0), value_rings[0].dtype)
-    v = value_rings[0].index(slot).reshape([KEYS, part_dim(VALUE_DIM, 0)])
+    if value_rings[0].dtype.primitive_bitwidth == 8:
+        v = value_rings[0].index(slot).reshape([VALUE_DIM, KEYS]).permute((1, 0))
+    else:
+        v = value_rings[0].index(slot).reshape([KEYS, part_dim(VALUE_DIM, 0)])
     products = (warpgroup_mma(left, v, accumulators[0], is_async=True),)
     if part_count(VALUE_DIM) == 2:
         left = _unpacked(weights, KEYS, part_dim(VALUE_DIM, 1), value_rings[0].dtype)
@@ -377,12 +448,12 @@ def _wait_for_results(products, in_flight: gl.constexpr, VALUE_DIM: gl.constexpr
 
 
 @gluon.jit
-def _scaled(accumulators, factors, VALUE_DIM: gl.constexpr):
+def _scaled(accumulators, factors, VALUE_DIM: gl.constexpr, BITS: gl.constexpr):
     """The rows of accumulators times their factors."""
-    by_row: gl.constexpr = gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 0)))
+    by_row: gl.constexpr = gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 0), BITS))
     scaled = (accumulators[0] * gl.convert_layout(factors, by_row)[:, None],)
     if part_count(VALUE_DIM) == 2:
-        by_row_too: gl.constexpr = gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 1)))
+        by_row_too: gl.constexpr = gl.SliceLayout(1, wgmma_layout(part_dim(VALUE_DIM, 1), BITS))
         scaled = (scaled[0], accumulators[1] * gl.convert_layout(factors, by_row_too)[:, None])  # type: ignore[assignment]
     return scaled
 
@@ -397,7 +468,9 @@ def _forward_step(
     """Starts the scores of this block and O += P V of the previous one, and computes the weights of this one."""
     query_rings, key_rings, value_rings, _result_tiles = rings
     _query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
-    layout: gl.constexpr = wgmma_layout(KEYS)
+    dtype: gl.constexpr = value_rings[0].dtype
+    layout: gl.constexpr = wgmma_layout(KEYS, dtype.primitive_bitwidth)
+    fp8: gl.constexpr = dtype.primitive_bitwidth == 8
     slot = count % KEY_STAGES
     previous = (count - 1) % VALUE_STAGES
     # both products are in flight
@@ -410,12 +483,28 @@ def _forward_step(
     mbarrier.arrive(key_empty.index(slot), count=1)
     mbarrier.arrive(query_empty, count=1, pred=last)
     new_weights, maximum, total, rescale = _softmax_weights(
-        scores, maximum, total, factor, first, column, keys, diagonal, left, KEYS, layout, CAUSAL, WINDOWED, MASKED
+        scores,
+        maximum,
+        total,
+        factor,
+        first,
+        column,
+        keys,
+        diagonal,
+        left,
+        KEYS,
+        layout,
+        CAUSAL,
+        WINDOWED,
+        MASKED,
+        fp8,
     )
     accumulators = _wait_for_results(products, 0, VALUE_DIM)
     mbarrier.arrive(value_empty.index(previous), count=1)
-    accumulators = _scaled(accumulators, rescale, VALUE_DIM)
-    return _packed(new_weights, KEYS, value_rings[0].dtype), accumulators, maximum, total
+    accumulators = _scaled(accumulators, rescale, VALUE_DIM, dtype.primitive_bitwidth)
+    if fp8:
+        new_weights = _as_left_operand(new_weights, KEYS)
+    return _packed(new_weights, KEYS, dtype), accumulators, maximum, total
 
 
 @gluon.jit
@@ -475,16 +564,19 @@ def _store_part(result, batch, head, row, column, x, tile, WIDTH: gl.constexpr, 
 
 @gluon.jit
 def _consume_forward(
-    CONSUMER: gl.constexpr, result, lse, sinks, rings, barriers, factor, sizes, QUERIES: gl.constexpr,
+    CONSUMER: gl.constexpr, result, lse, sinks, scales, rings, barriers, exp2_scale, sizes, QUERIES: gl.constexpr,
     KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, KEY_STAGES: gl.constexpr,
     VALUE_STAGES: gl.constexpr, STORED: gl.constexpr, CAUSAL: gl.constexpr, WINDOWED: gl.constexpr,
     SINKS: gl.constexpr, SNAKE: gl.constexpr,
 ):  # fmt: skip
     """A consumer: results and log-sum-exp of 64 queries of each tile."""
     query_rings, key_rings, value_rings, result_tiles = rings
-    queries, keys, heads, _group, blocks, tiles, together, diagonal, left = sizes
+    queries, keys, heads, group, blocks, tiles, together, diagonal, left = sizes
+    query_scales, key_scales, value_scales = scales
     query_full, query_empty, key_full, key_empty, value_full, value_empty = barriers
-    layout: gl.constexpr = wgmma_layout(KEYS)
+    dtype: gl.constexpr = value_rings[0].dtype
+    bits: gl.constexpr = dtype.primitive_bitwidth
+    layout: gl.constexpr = wgmma_layout(KEYS, bits)
     rounds = round_count(tiles, SNAKE)
     # the first scores of the first tile
     mbarrier.wait(query_full, 0)
@@ -510,7 +602,10 @@ def _consume_forward(
             sink = gl.load(sinks + head_index % heads).to(gl.float32) * LOG2_E
             maximum = gl.full([ROWS], 0.0, gl.float32, layout=gl.SliceLayout(1, layout)) + sink
             total = gl.full([ROWS], 1.0, gl.float32, layout=gl.SliceLayout(1, layout))
-        accumulators = _zero_sums(VALUE_DIM)
+        accumulators = _zero_sums(VALUE_DIM, bits)
+        factor = exp2_scale
+        if bits == 8:
+            factor = exp2_scale * gl.load(query_scales + head_index) * gl.load(key_scales + head_index // group)
 
         # the weights of the first block, which is the last of the keys
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
@@ -536,6 +631,7 @@ def _consume_forward(
                 CAUSAL,
                 WINDOWED,
                 True,
+                bits == 8,
             )
         else:
             new_weights, maximum, total, _rescale = _softmax_weights(
@@ -553,8 +649,11 @@ def _consume_forward(
                 CAUSAL,
                 WINDOWED,
                 False,
+                bits == 8,
             )
-        weights = _packed(new_weights, KEYS, result.dtype)
+        if bits == 8:
+            new_weights = _as_left_operand(new_weights, KEYS)
+        weights = _packed(new_weights, KEYS, dtype)
         count += 1
 
         # blocks that need a mask, those that do not, and those at the other end of a window
@@ -607,13 +706,17 @@ def _consume_forward(
 
         # normalize and store, the result through shared memory
         inverse = gl.where(total == 0.0, 0.0, 1.0 / total)  # a query that sees no key has zeros
-        accumulators = _scaled(accumulators, inverse, VALUE_DIM)
+        if bits == 8:
+            inverse = inverse * gl.load(value_scales + head_index // group)
+        accumulators = _scaled(accumulators, inverse, VALUE_DIM, bits)
         for part in gl.static_range(part_count(VALUE_DIM)):
             _store_part(
                 result, head_index // heads, head_index % heads, first, part * part_dim(VALUE_DIM, 0),
                 accumulators[part].to(result.dtype), result_tiles.index(CONSUMER), part_dim(VALUE_DIM, part), STORED,
             )  # fmt: skip
         index = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+        if bits == 8:
+            maximum = maximum - FP8_SHIFT
         log_sum_exp = gl.where(total == 0.0, -float("inf"), (maximum + gl.log2(total)) * LN_2)
         gl.store(lse + head_index.to(gl.int64) * queries + index, log_sum_exp, mask=index < queries)
     warpgroup_mma_wait(num_outstanding=0, deps=(next_scores,))
@@ -622,7 +725,8 @@ def _consume_forward(
 
 @gluon.jit(do_not_specialize=["queries", "keys", "heads", "group", "blocks", "tiles", "together", "diagonal", "left"])
 def attention_sm90_kernel(
-    lse, query, key, value, result, query_rest, key_rest, value_rest, sinks, factor,
+    lse, query, key, value, result, query_rest, key_rest, value_rest, sinks,
+    query_scales, key_scales, value_scales, factor,
     queries, keys, heads, group, blocks, tiles, together, diagonal, left,
     KEYS: gl.constexpr, DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CONSUMERS: gl.constexpr,
     KEY_STAGES: gl.constexpr, VALUE_STAGES: gl.constexpr, STORED: gl.constexpr,
@@ -631,6 +735,7 @@ def attention_sm90_kernel(
     """The forward pass. Tensors are descriptors of [batch, heads, tokens, dim], except lse, [batch, heads, queries].
 
     Tiles have DIM or VALUE_DIM columns, in one or two parts. The descriptors `rest` are for the second part, or None.
+    Operands of 8 bits have scales, [batch, heads] each, and values that are transposed, [batch, heads, dim, tokens].
     """
     dtype: gl.constexpr = query.dtype
     QUERIES: gl.constexpr = CONSUMERS * ROWS
@@ -640,8 +745,10 @@ def attention_sm90_kernel(
     value_parts = in_parts(value, value_rest, VALUE_DIM)
     query_rings = _tiles(CONSUMERS, ROWS, query_parts, dtype, DIM)
     key_rings = _tiles(KEY_STAGES, KEYS, key_parts, dtype, DIM)
-    value_rings = _tiles(VALUE_STAGES, KEYS, value_parts, dtype, VALUE_DIM)
-    result_tiles = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, STORED], gl.NVMMASharedLayout(128, 16, rank=2))
+    value_rings = _value_tiles(VALUE_STAGES, KEYS, value_parts, dtype, VALUE_DIM)
+    result_tiles = gl.allocate_shared_memory(
+        result.dtype, [CONSUMERS, ROWS, STORED], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
     # full: the producer's copy has arrived; empty: all consumers have read it
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     query_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -660,6 +767,7 @@ def attention_sm90_kernel(
     fence_async_shared()
     barriers = (query_full, query_empty, key_full, key_empty, value_full, value_empty)
     rings = (query_rings, key_rings, value_rings, result_tiles)
+    scales = (query_scales, key_scales, value_scales)
     sizes = (queries, keys, heads, group, blocks, tiles, together, diagonal, left)
     # Gluon does not compile a list of partitions that is composed
     if CONSUMERS == 2:
@@ -668,14 +776,14 @@ def attention_sm90_kernel(
                 (
                     _consume_forward,
                     (
-                        0, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        0, result, lse, sinks, scales, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
                         KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _consume_forward,
                     (
-                        1, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        1, result, lse, sinks, scales, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
                         KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
@@ -696,21 +804,21 @@ def attention_sm90_kernel(
                 (
                     _consume_forward,
                     (
-                        0, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        0, result, lse, sinks, scales, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
                         KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _consume_forward,
                     (
-                        1, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        1, result, lse, sinks, scales, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
                         KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
                 (
                     _consume_forward,
                     (
-                        2, result, lse, sinks, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
+                        2, result, lse, sinks, scales, rings, barriers, factor, sizes, QUERIES, KEYS, DIM, VALUE_DIM,
                         KEY_STAGES, VALUE_STAGES, STORED, CAUSAL, WINDOWED, SINKS, SNAKE,
                     ),
                 ),
@@ -727,27 +835,37 @@ def attention_sm90_kernel(
         )  # fmt: skip
 
 
-def forward(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
-    """The result, token-major in memory, and the log-sum-exp of the scores in float32."""
+def forward(problem: AttentionProblem, fp8: Fp8Inputs | None = None) -> tuple[Tensor, Tensor]:
+    """The result, token-major in memory, and the log-sum-exp of the scores in float32. Operands may be in 8 bits."""
     result = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.value_dim)
     lse = problem.new_lse()
     causal = problem.right == 0
     device = problem.query.device
     dim, value_dim = tile_dim(problem.dim), tile_dim(problem.value_dim)
     config = sm90_config(dim, causal, problem.queries, device)
-    tiles_of = sm90_tiles(dim, value_dim)
-    consumers = 2 if problem.left >= 0 else config.consumers  # three have no registers for the loops of a window
+    tiles_of = sm90_tiles(dim, value_dim) if fp8 is None else sm90_fp8_tiles(dim)
+    consumers = config.consumers
+    if problem.left >= 0 or fp8 is not None:  # three have no registers for the loops of a window
+        consumers = 2
     blocks = triton.cdiv(problem.queries, consumers * _WARPGROUP_ROWS)
     heads = problem.batches * problem.heads
     tiles = blocks * heads
     programs = min(processors(device), tiles) if config.persistent else tiles
-    query, query_rest = _part_descriptors(problem.query, _WARPGROUP_ROWS, dim)
-    key, key_rest = _part_descriptors(problem.key, tiles_of.keys, dim)
-    value, value_rest = _part_descriptors(problem.value, tiles_of.keys, value_dim)
+    scales: tuple[Tensor | None, ...] = (None, None, None)
+    if fp8 is None:
+        query, query_rest = _part_descriptors(problem.query, _WARPGROUP_ROWS, dim)
+        key, key_rest = _part_descriptors(problem.key, tiles_of.keys, dim)
+        value, value_rest = _part_descriptors(problem.value, tiles_of.keys, value_dim)
+    else:
+        query = _tile_descriptor(fp8.query, _WARPGROUP_ROWS, dim)
+        key = _tile_descriptor(fp8.key, tiles_of.keys, dim)
+        value = _tile_descriptor(fp8.value, value_dim, tiles_of.keys)
+        query_rest = key_rest = value_rest = None
+        scales = (fp8.query_scales, fp8.key_scales, fp8.value_scales)
     launch(
         attention_sm90_kernel, (programs, 1, 1), lse, query, key, value,
         _tile_descriptor(result, _WARPGROUP_ROWS, tiles_of.stored), query_rest, key_rest, value_rest,
-        lse if problem.sinks is None else problem.sinks, problem.scale * math.log2(math.e),
+        lse if problem.sinks is None else problem.sinks, *scales, problem.scale * math.log2(math.e),
         problem.queries, problem.keys, problem.heads, problem.group, blocks, tiles, math.gcd(config.together, heads),
         _diagonal_offset(problem), max(problem.left, 0),
         tiles_of.keys, dim, value_dim, consumers, tiles_of.key_stages, tiles_of.value_stages, tiles_of.stored,

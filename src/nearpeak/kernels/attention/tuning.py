@@ -170,6 +170,24 @@ _SM90_TILES = {
 """By the columns of tiles of keys and of values, the default first; others are worth measuring."""
 
 
+FP8_DIMS = (64, 128)
+_SM90_FP8_TILES = [
+    Sm90Tiles(keys=128, key_stages=3, value_stages=3, stored=64),
+    Sm90Tiles(keys=128, key_stages=2, value_stages=2, stored=64),
+]
+"""Of operands in 8 bits, the default first; others are worth measuring."""
+
+
+def sm90_fp8_tiles(dim: int) -> Sm90Tiles:
+    """The tiles of the forward kernel for Hopper with operands in 8 bits."""
+    return sm90_fp8_tile_candidates(dim)[0]
+
+
+def sm90_fp8_tile_candidates(dim: int) -> list[Sm90Tiles]:
+    """Tiles worth measuring."""
+    return _SM90_FP8_TILES
+
+
 def tile_dim(dim: int) -> int:
     """The columns of a tile for heads of this size. Those that are not in the head are 0."""
     return next(columns for columns in _TILE_DIMS if dim <= columns)
