@@ -10,6 +10,8 @@ import json
 import pytest
 
 from nearpeak.machines.catalogue import find as machine_of
+from nearpeak.ops.op import NextStep, Op, Storage, Trace
+from nearpeak.ops.tensor import Tensor
 from nearpeak.profiling.assemble import StepRecords
 from nearpeak.trace.kineto.read import read_trace
 
@@ -34,9 +36,14 @@ def python(us):
     return ("python", us, 0.0, 0)
 
 
-def on_host(us):
+def on_host(us, name="_local_scalar_dense", *, line=9):
     """An op on tensors in the memory of the host."""
-    return ("host", us, 0.0, 9)
+    return ("host", us, name, line)
+
+
+def to_device(us, *, line):
+    """A copy from pageable memory: the host waits for it."""
+    return ("copy", us, 6.0, line)
 
 
 class Simulation:
@@ -57,9 +64,11 @@ class Simulation:
             begin = self.now
             if kind == "host":
                 self.now += us + (PROFILED_OP_US if self.profiled else 0.0)
-                facts = {"Input Dims": [[]], "Input Strides": [[]], "Input type": ["float"], "Concrete Inputs": [""]}
+                sizes = ([], []) if host_us == "_local_scalar_dense" else ([8], [1])
+                facts = {"Input Dims": [sizes[0]], "Input Strides": [sizes[1]]}
+                facts |= {"Input type": ["float"], "Concrete Inputs": [""]}
                 self._event(
-                    "aten::_local_scalar_dense",
+                    f"aten::{host_us}",
                     begin,
                     self.now - begin,
                     "cpu_op",
@@ -72,8 +81,8 @@ class Simulation:
             launched = self.now
             self.now += LAUNCH_US + (PROFILED_CALL_US if self.profiled else 0.0)
             beside_copy_us = COPY_GAP_US + (PROFILED_COPY_GAP_US if self.profiled else 0.0)
-            gap_us = beside_copy_us if kind == "read" or self.copied else GAP_US
-            self.copied = kind == "read"
+            gap_us = beside_copy_us if kind != "op" or self.copied else GAP_US
+            self.copied = kind != "op"
             start = max(self.now + LATENCY_US, self.free + gap_us)
             self.free = start + us
             self._event(name, launched, self.now - launched, "cuda_runtime", correlation=number + 1)
@@ -81,7 +90,8 @@ class Simulation:
             if kind == "op":
                 self._event("exp_kernel", start, us, "kernel", **device)
             else:
-                self._event("Memcpy DtoH (Device -> Pinned)", start, us, "gpu_memcpy", **device)
+                where = "DtoH (Device -> Pinned)" if kind == "read" else "HtoD (Pageable -> Device)"
+                self._event(f"Memcpy {where}", start, us, "gpu_memcpy", **device)
                 waited = self.now
                 self.now = max(self.now, self.free) + RETURN_US
                 self._event(
@@ -89,8 +99,8 @@ class Simulation:
                 )
             self.now += host_us / 2
             facts = {"Input Dims": [[8]], "Input Strides": [[1]], "Input type": ["float"], "Concrete Inputs": [""]}
-            called = "aten::exp" if kind == "op" else "aten::_local_scalar_dense"
-            self._event(called, begin, self.now - begin, "cpu_op", **facts, **{"External id": number + 1})
+            called = {"op": "exp", "read": "_local_scalar_dense", "copy": "_to_copy"}[kind]
+            self._event(f"aten::{called}", begin, self.now - begin, "cpu_op", **facts, **{"External id": number + 1})
             self._event(f"train.py({line}): step", begin - 0.1, self.now - begin + 0.2, "python_function")
             self.now += 0.2
 
@@ -110,7 +120,7 @@ def clean_seconds(program):
     return (ends[-1] - ends[-11]) / 10 * 1e-6
 
 
-def profiled(program, folder):
+def profiled(program, folder, traced=None):
     simulation = Simulation(profiled=True)
     simulation.run(program)
     (folder / "step.json").write_text(json.dumps({"traceEvents": simulation.events}))
@@ -120,7 +130,7 @@ def profiled(program, folder):
         walls=[clean_seconds(program)] * 5,
         recorded=recorded,
         profiled_wall=recorded.wall_s,
-        traced=None,
+        traced=traced,
         untraced_reason="simulated",
     )
     return records.profile(H200)
@@ -185,3 +195,62 @@ def test_a_loop_over_tensors_of_the_host_is_python_and_no_launching(tmp_path):
 
 def test_a_step_whose_device_is_always_busy_has_no_finding_about_its_host(tmp_path):
     assert profiled([op(LONG)] * 60, tmp_path).findings == ()
+
+
+class TracedTable:
+    """The trace of `blocks` of ops on the host, a copy of their result to the device, and an op with the copy."""
+
+    def __init__(self, blocks, names):
+        self.count = 0
+        self.data = self._tensor()
+        self.storages = {self.data.storage: Storage(bytes=32.0, kind="input")}
+        self.on_host = set()
+        first = self._step(blocks, names)
+        known = dict(self.storages)
+        following = self._step(blocks, names)
+        new = {number: storage for number, storage in self.storages.items() if number not in known}
+        self.trace = Trace(
+            ops=first,
+            storages=known,
+            on_host=frozenset(self.on_host),
+            stacks=tuple((op.source,) for op in first),
+            next_step=NextStep(ops=following, storages=new),
+        )
+
+    def _tensor(self):
+        self.count += 1
+        return Tensor(shape=(8,), strides=(1,), dtype="float32", storage=self.count)
+
+    def _made(self, *, on_host=False):
+        made = self._tensor()
+        self.storages[made.storage] = Storage(bytes=32.0, kind="intermediate")
+        if on_host:
+            self.on_host.add(made.storage)
+        return made
+
+    def _step(self, blocks, names):
+        ops = []
+        for _ in range(blocks):
+            made = None
+            for name in names:
+                arguments = {} if made is None else {"self": made}
+                made = self._made(on_host=True)
+                host = dict(source="train.py:8", origin="host")
+                ops.append(Op(name=f"host.{name}", arguments=arguments, outputs=(made,), **host))
+            copy, result = self._made(), self._made()
+            moved = Op(name="aten._to_copy.default", arguments={"self": made}, outputs=(copy,), source="train.py:9")
+            inputs = {"self": copy, "other": self.data}
+            ops += [moved, Op(name="aten.exp.default", arguments=inputs, outputs=(result,), source="train.py:10")]
+            self.data = result
+        return tuple(ops)
+
+
+@pytest.mark.parametrize("names", [["arange", "pow"], ["arange", "pow", "neg", "sum", "div", "exp"]])
+@pytest.mark.parametrize("us", [400.0, 60.0])
+def test_a_table_that_every_step_builds_on_the_host_costs_what_the_step_without_it_saves(tmp_path, names, us):
+    block = [*(on_host(us, name, line=8) for name in names), to_device(20.0, line=9)]
+    program, twin = [*block, op(100.0, line=10)] * 3, [op(100.0, line=10)] * 3
+    profile = profiled(program, tmp_path, TracedTable(3, names).trace)
+    # Short ops on the host are shown as calls that launch the copy.
+    line = "train.py:8" if us > 200.0 else "train.py:9"
+    assert predicted(profile, "computed-every-step") == {line: pytest.approx(saved(program, twin), rel=0.05)}

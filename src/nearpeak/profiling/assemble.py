@@ -238,6 +238,7 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     if traced is None:
         return list(range(len(profiled_ops))), None
     on_device = bool(recorded.kernels)
+    both = (profiled_ops, traced.ops)
     launching = {kernel.op for kernel in recorded.kernels if not kernel.in_graph}
     is_view = [cost.family == "view" for cost in costs_of(traced.ops)]
     profiled = [index for index in range(len(profiled_ops)) if not on_device or index in launching]
@@ -256,6 +257,11 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     to_traced: list[int | None] = [None] * len(profiled_ops)
     for index, position in zip(profiled, positions, strict=True):
         to_traced[index] = None if position is None else in_trace[position]
+    if on_device:  # ops on the host are aligned among themselves: they take time of it, and have lines
+        host, traced_host = ([index for index, op in enumerate(ops) if op.origin == "host"] for ops in both)
+        names = [[ops[index].name for index in indices] for ops, indices in zip(both, (host, traced_host), strict=True)]
+        for index, position in zip(host, align(*names), strict=True):
+            to_traced[index] = None if position is None else traced_host[position]
     # Views and empty tensors that torch makes for itself are in one of the steps alone, and cost nothing.
     costs = costs_of([profiled_ops[index] for index in profiled])
     found = [

@@ -224,6 +224,9 @@ def _line(step: Step, numbers: ValueNumbers, group: Sequence[int], calls: Mappin
         total = totals.setdefault(line, [0.0, 0.0])
         for place, amount in enumerate(_weight(step, index)):
             total[place] += amount
+    for cause in _host_causes(step, group):
+        if cause.where in totals:
+            totals[cause.where][0] += cause.seconds
     return max(totals, key=lambda line: totals[line])
 
 
