@@ -1,4 +1,5 @@
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -65,3 +66,32 @@ def test_convolutions_have_their_own_switch():
     finally:
         torch.backends.cudnn.allow_tf32 = before
     assert "cudnn.allow_tf32" in waste.remedy and "matmul_precision" not in waste.remedy
+
+
+def test_a_call_without_the_autocast_of_the_others_has_its_line():
+    """The same module is called twice: its lines are those of both, the line of the call is what differs."""
+
+    def build():
+        model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU(), torch.nn.Linear(512, 512))
+        x = torch.randn(512, 512)
+
+        def play():
+            with torch.no_grad():
+                return model(x)
+
+        def step():
+            played = play()
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(played).float().sum().backward()
+
+        return step
+
+    step = examined(build, live=True, times=lambda op, expected: 4 * expected)
+    (waste,) = float32_products(step)
+    first = next(op for op in step.ops if op.packet == "aten.addmm")
+    assert first.inputs[1].dtype == "float32" and len(waste.gains) == 2
+    called = inspect.getsourcelines(build)[1] + next(
+        number for number, line in enumerate(inspect.getsource(build).splitlines()) if "played = play()" in line
+    )
+    assert waste.source == f"test_float32_products.py:{called}"
+    assert "autocast" in waste.remedy
