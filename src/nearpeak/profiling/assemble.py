@@ -238,7 +238,6 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     if traced is None:
         return list(range(len(profiled_ops))), None
     on_device = bool(recorded.kernels)
-    both = (profiled_ops, traced.ops)
     launching = {kernel.op for kernel in recorded.kernels if not kernel.in_graph}
     is_view = [cost.family == "view" for cost in costs_of(traced.ops)]
     profiled = [index for index in range(len(profiled_ops)) if not on_device or index in launching]
@@ -258,9 +257,12 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
     for index, position in zip(profiled, positions, strict=True):
         to_traced[index] = None if position is None else in_trace[position]
     if on_device:  # ops on the host are aligned among themselves: they take time of it, and have lines
-        host, traced_host = ([index for index, op in enumerate(ops) if op.origin == "host"] for ops in both)
-        names = [[ops[index].name for index in indices] for ops, indices in zip(both, (host, traced_host), strict=True)]
-        for index, position in zip(host, align(*names), strict=True):
+        host = [index for index in range(len(profiled_ops)) if index not in launching and index not in recorded.partial]
+        traced_host = [index for index, op in enumerate(traced.ops) if op.origin == "host"]
+        names = [_bare_name(profiled_ops[index]) for index in host]
+        for index, position in zip(
+            host, align(names, [_bare_name(traced.ops[index]) for index in traced_host]), strict=True
+        ):
             to_traced[index] = None if position is None else traced_host[position]
     # Views and empty tensors that torch makes for itself are in one of the steps alone, and cost nothing.
     costs = costs_of([profiled_ops[index] for index in profiled])
@@ -270,6 +272,12 @@ def _align_steps(recorded: KinetoTrace, traced: Trace | None) -> tuple[list[int 
         if on_device or cost.model != "formula" or cost.reads or cost.writes or cost.flops or cost.vector_flops
     ]
     return to_traced, sum(found) / len(found) if found else None
+
+
+def _bare_name(op: Op) -> str:
+    """The name of an operator without its namespace and overload: of some host ops a recording has no more."""
+    name = name_without_origin(op.name).replace("::", ".").removeprefix("aten.")
+    return name.partition(".")[0].rstrip("_")
 
 
 def without_costs(trace: Trace, indices: Collection[int]) -> Trace:
