@@ -29,6 +29,7 @@ from benchmarks.kernels.copies import CopySizes, copy_cases
 from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, work_through
 from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
+from nearpeak.kernels._runtime.choice import own_backends
 from nearpeak.kernels._runtime.tuning import to_row
 from nearpeak.kernels.attention import tuning as attention_tuning
 from nearpeak.kernels.decode import tuning as decode_tuning
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
 
 MANY = 2**40
 """Up to so many: no end."""
+LONGEST_TILE = 16384
+"""Of a row in registers; longer ones are in parts, which have any length."""
 FEW = 2**22
 """Elements from which on a GPU is busy, and their number no longer matters."""
 
@@ -66,6 +69,16 @@ def near_of(size: int) -> Where:
     """An entry that holds for sizes whose next power of 2 is that of this one."""
     longest = 1 << (size - 1).bit_length()
     return Where(size, longest // 2, longest)
+
+
+def width_of(size: int) -> Where:
+    """An entry that holds for rows of nearly this length: tiles are powers of 2, and masks leave some of them empty."""
+    longest = 1 << (size - 1).bit_length()
+    if longest > LONGEST_TILE:
+        return near_of(size)
+    step = max(longest // 8, 1)
+    up_to = -(-size // step) * step
+    return Where(size, up_to - step, up_to)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,9 +393,9 @@ def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
     for case in (alone, centered, added, both):
         is_centered, is_added = case in (centered, both), case in (added, both)
         forward, backward = (table_key(name, is_centered, is_added) for name in ("norm_forward", "norm_backward"))
-        yield _from(case, forward, False, norms_tuning.forward_candidates(columns), near_of(columns))
+        yield _from(case, forward, False, norms_tuning.forward_candidates(columns), width_of(columns))
         candidates = norms_tuning.backward_candidates(columns, centered=is_centered, added=is_added)
-        yield _from(case, backward, True, candidates, near_of(columns))
+        yield _from(case, backward, True, candidates, width_of(columns))
 
 
 def _activations(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
@@ -839,6 +852,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all times here")
     parser.add_argument("--operations", help="only these, or kernels, with commas between")
     parser.add_argument("--sizes", help="only these, with commas between")
+    parser.add_argument(
+        "--rows", help="operations on rows at these, such as 16384x1536,8192x5120, in place of the usual"
+    )
     parser.add_argument("--variant", help="only candidates of this variant, beside what the table has")
     parser.add_argument("--most", type=int, default=MOST, help="candidates of an entry")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
@@ -859,11 +875,15 @@ def main() -> int:
     from nearpeak.kernels._runtime.replay import ReplayCache
 
     ReplayCache.enabled = False  # a call that is remembered would not look at another candidate
+    norms_tuning.WAVES = 0  # a candidate is measured whatever the number of rows
     sizes = {"sizes": REHEARSAL} if arguments.rehearse else {}
+    if arguments.rows:
+        shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.rows.split(",")]
+        sizes = {"sizes": replace(sizes.get("sizes", TunedSizes()), rows=shapes)}
     operations = arguments.operations.split(",") if arguments.operations else None
     at = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else None
     wanted = wanted_tunables(operations, at, arguments.variant, device=device, **sizes)
-    with kernels.using("require"):
+    with kernels.using("require"), own_backends():
         if arguments.work:
             work_through(Jobs(arguments.work), compile_jobs(wanted, arguments.most), clean)
             return 0
@@ -875,6 +895,7 @@ def main() -> int:
                 command += ["--most", str(arguments.most)]
                 command += ["--operations", arguments.operations] if arguments.operations else []
                 command += ["--sizes", arguments.sizes] if arguments.sizes else []
+                command += ["--rows", arguments.rows] if arguments.rows else []
                 command += ["--variant", arguments.variant] if arguments.variant else []
                 command += ["--rehearse"] if arguments.rehearse else []
                 took = run_workers(command, arguments.processes, arguments.compile_seconds)

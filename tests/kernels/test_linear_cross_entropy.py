@@ -191,6 +191,7 @@ def test_chunks_of_a_language_model(depth):
             assert chunk * columns * 2 <= 2**30
             assert -(-tokens // chunk) <= FEW_CHUNKS
     assert tokens_per_chunk(16384, torch.empty(1).expand(128256, depth), 2, 0) == 4096
+    assert tokens_per_chunk(16384, torch.empty(1).expand(32000, depth), 2, 0) == 16384, "all logits are less than 1 GiB"
 
 
 def test_autocast_takes_the_dtype_of_linear():

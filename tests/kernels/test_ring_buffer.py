@@ -168,6 +168,24 @@ def wide(tensors):
     return [one.double() if torch.is_tensor(one) else one for one in tensors]
 
 
+@pytest.mark.parametrize("columns", [1280, 1536, 2464, 3000, 5656, 7000])
+@pytest.mark.parametrize("tensors", [2, 3])
+@pytest.mark.parametrize("sums", [1, 2])
+def test_whole_rows_leave_few_lanes_empty_and_fit(columns, tensors, sums, anywhere):
+    configs = ring_buffer.whole_row_configs(columns, tensors=tensors, sums=sums)
+    assert configs
+    filled = []
+    for config in configs:
+        shared = plan(40_000, columns, config, (BF16,) * tensors, (BF16,), shifts=False)
+        assert shared.parts == 1
+        assert shared.groups <= 132 * config.programs
+        taken = 2 * shared.chunks * shared.chunk * (tensors * shared.ring + 1)
+        assert config.programs * (taken + 1536) <= 228 * 2**10
+        assert shared.registers >= 48 + 8 * shared.chunks * (1 + sums)
+        filled.append(columns / (shared.chunks * shared.chunk))
+    assert max(filled) > 0.85
+
+
 @pytest.mark.gpu
 @needs_them
 @each_once(FORWARD)
@@ -223,6 +241,17 @@ def test_gradients_of_norms(rows, columns, dtype, centered, adds, config, starte
         assert_as_exact(*tensors, f"gradient {number}")
     for _ in range(20):
         assert all(map(torch.equal, norms_triton.norm_backward(*given, config=config), actual))
+
+
+@pytest.mark.gpu
+@needs_them
+@pytest.mark.parametrize("columns", [1280, 1536, 2464, 5656])
+@pytest.mark.parametrize("centered", [False, True], ids=["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "after an addition"])
+def test_gradients_of_whole_rows(columns, centered, adds, started):
+    for config in ring_buffer.whole_row_configs(columns, tensors=2 + adds, sums=1 + centered):
+        test_gradients_of_norms(8001, columns, BF16, centered, adds, config, started)
+        started.clear()
 
 
 @pytest.mark.gpu

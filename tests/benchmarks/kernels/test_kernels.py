@@ -35,6 +35,7 @@ sanitize: Any = importlib.import_module("benchmarks.kernels.sanitize")
 tables: Any = importlib.import_module("benchmarks.kernels.tables")
 timing: Any = importlib.import_module("benchmarks.kernels.timing")
 tune: Any = importlib.import_module("benchmarks.kernels.tune")
+loss_parts: Any = importlib.import_module("benchmarks.kernels.loss_parts")
 page: Any = importlib.import_module("benchmarks.pages.kernels")
 gluon: Any = importlib.import_module("nearpeak.kernels._runtime.gluon")
 
@@ -318,6 +319,23 @@ def test_a_whole_run_measures_a_bounded_number_of_candidates():
     assert sum(counts) <= 1700  # 2 s each by 14 processes, and then 0.1 s each
     for one in wanted:
         assert one.where.above < one.where.size <= one.where.up_to
+
+
+@pytest.mark.parametrize(
+    ("size", "above", "up_to"), [(4096, 3584, 4096), (2464, 2048, 2560), (616, 512, 640), (65536, 32768, 65536)]
+)
+def test_an_entry_of_a_norm_holds_for_rows_of_nearly_its_length(size, above, up_to):
+    assert tune.width_of(size) == (size, above, up_to)
+
+
+def test_the_parts_of_a_loss_are_compared_with_its_three_products():
+    products = {f"1 chunks: {name}": 1e-3 for name in ("logits", "by hidden", "by weight")}
+    seconds = {"whole": 3.3e-3, **products, **{f"2 chunks: loss {number}": number * 1e-4 for number in range(1, 7)}}
+    lines = loss_parts.table({"tokens": 1000, "features": 8, "vocabulary": 2100, "seconds": seconds}).splitlines()
+    assert lines[0] == "1000 x 8 x 2100: three products 3.00 ms"
+    assert lines[1].split() == ["3.300", "ms", "1.100", "whole"]
+    assert [line.split()[-1] for line in lines if "loss" in line][:4] == ["1", "2", "3", "4"]
+    assert lines[-1].endswith("0.002 ms")
 
 
 def test_candidates_are_spread_from_first_to_last():

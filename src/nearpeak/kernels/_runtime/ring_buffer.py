@@ -222,6 +222,33 @@ def ring_backward_candidates(size: int, *, sums: bool = False, added: bool = Fal
     return [*configs, replace(wide, warps=8), replace(wide, warps=32)]
 
 
+def whole_row_candidates(size: int, *, tensors: int, sums: int) -> list[RingConfig]:
+    """The same for shorter rows, of which a program has all: its chunks need not be a power of 2, as those of tiles.
+
+    Args:
+        tensors: Those that are copied.
+        sums: Those over rows, which stay in registers.
+    """
+    return whole_row_configs(size, tensors=tensors, sums=sums) if _is_available() else []
+
+
+def whole_row_configs(size: int, *, tensors: int, sums: int) -> list[RingConfig]:
+    """Configurations of which a multiprocessor has the registers, as observed with ptxas, and the shared memory."""
+    configs = []
+    for warps in (1, 2, 4, 8, 16):
+        chunk = 32 * warps * 8
+        chunks = triton.cdiv(size, chunk)
+        registers = 48 + 8 * chunks * (1 + sums)
+        for ring in (3, 4):
+            row_bytes = 2 * chunks * chunk
+            shared = row_bytes * (tensors * ring + 1) + _SCRATCH_BYTES + _RESERVED_BYTES
+            programs = min(65536 // (32 * warps * -(-registers // 8) * 8), _SHARED_BYTES // shared)
+            if 2 <= chunks <= 6 and registers < 256 and programs * warps >= 8:
+                width = tensors * chunks * chunk
+                configs.append(RingConfig(width=width, warps=warps, ring=ring, programs=programs, where="shared"))
+    return configs
+
+
 def _is_available() -> bool:
     """Whether the tuner can measure these kernels here."""
     return torch.cuda.is_available() and runs_on(torch.device("cuda", torch.cuda.current_device()))

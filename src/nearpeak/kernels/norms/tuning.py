@@ -12,7 +12,12 @@ from typing import ClassVar
 import torch
 
 from nearpeak.kernels._runtime.launch import next_power_of_2
-from nearpeak.kernels._runtime.ring_buffer import RingConfig, ring_backward_candidates, ring_forward_candidates
+from nearpeak.kernels._runtime.ring_buffer import (
+    RingConfig,
+    ring_backward_candidates,
+    ring_forward_candidates,
+    whole_row_candidates,
+)
 from nearpeak.kernels._runtime.row_barrier import MAX_PARTS, SplitConfig, adapt_to_rows, split_candidates
 from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
 
@@ -26,7 +31,8 @@ _VECTOR = 8
 """Elements of 16 bits that a thread loads at once."""
 _WARPS = 32
 """That run at a time on a multiprocessor if their threads take 64 registers."""
-_WAVES = 4
+WAVES = 4
+"""Full ones of which a launch must have so many for a configuration that was measured with many rows."""
 _SHARED_BYTES = 220 * 2**10
 """The shared memory of a multiprocessor, less a little for reductions."""
 
@@ -105,7 +111,7 @@ def forward_config(size: int, rows: int, device: torch.device, *, centered: bool
 def _fills_gpu(config: ForwardTileConfig, rows: int, device: torch.device) -> bool:
     """Whether the programs of a launch come in so many waves that the last one, which is not full, hardly matters."""
     at_a_time = processors(device) * max(_WARPS // config.warps, 1)
-    return rows >= config.rows * at_a_time * _WAVES
+    return rows >= config.rows * at_a_time * WAVES
 
 
 def forward_heuristic(size: int, rows: int, processors: int) -> ForwardTileConfig | SplitConfig:
@@ -195,6 +201,8 @@ def backward_candidates(size: int, *, centered: bool = False, added: bool = Fals
         for hints in ((True, False) if ahead and batch > 1 and stages == 1 else (width < block,))
         if _fits(width, width, warps, programs, stages, centered, added)
     ]  # fmt: skip
+    if 1024 < size <= block * 7 // 8 < MAX_BACKWARD_TILE:
+        configs += whole_row_candidates(size, tensors=2 + added, sums=1 + centered)
     return [*configs, *ring_backward_candidates(size, sums=True, added=added)]
 
 
