@@ -630,6 +630,7 @@ def _portable_attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
 
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
+WAVES = norms_tuning.WAVES
 ROUNDS = 4
 MOST = 16
 """Candidates of an entry that are measured, at most."""
@@ -690,6 +691,7 @@ def using(kernel: str, candidate: dict[str, Any] | None) -> None:
     from nearpeak.kernels._runtime import tuning as _runtime_tuning
 
     table = _runtime_tuning._table(_generation())
+    norms_tuning.WAVES = WAVES if candidate is None else 0  # whatever the number of rows, too
     if candidate is None:
         table.pop(kernel, None)
     else:
@@ -875,7 +877,6 @@ def main() -> int:
     from nearpeak.kernels._runtime.replay import ReplayCache
 
     ReplayCache.enabled = False  # a call that is remembered would not look at another candidate
-    norms_tuning.WAVES = 0  # a candidate is measured whatever the number of rows
     sizes = {"sizes": REHEARSAL} if arguments.rehearse else {}
     if arguments.rows:
         shapes = [tuple(map(int, shape.split("x"))) for shape in arguments.rows.split(",")]
