@@ -231,6 +231,51 @@ def test_fp8(heads, page, kind):
         assert_attends(random_tensor(2, heads, 1, 16, dtype=dtype), keys, values, ints(40, 11), **options)
 
 
+@pytest.mark.parametrize(
+    ("heads", "new", "page", "kind"),
+    [(4, 1, None, torch.bfloat16), (1, 1, 3, torch.float16), (20, 1, 16, E4M3), (2, 3, None, E5M2), (2, 2, 8, E4M3)],
+    ids=str,
+)
+def test_values_that_are_columns_of_keys(heads, new, page, kind):
+    """As in multi-head latent attention: one head of keys, and a few columns more than values."""
+    keys, pages = random_tensor(2, 1, 40, 24, seed=1, dtype=kind), None
+    if page is not None:
+        bits, pages = paged(keys.view(torch.int8 if keys.element_size() == 1 else torch.int16).float(), page)
+        keys = bits.nan_to_num().to(torch.int8 if keys.element_size() == 1 else torch.int16).view(kind)
+    query = random_tensor(2, heads, new, 24, dtype=kind if keys.element_size() == 2 else torch.bfloat16)
+    options = {"pages": pages, "key_scale": 0.5 if keys.element_size() == 1 else None}
+    actual = kernels.decode_attention(query, keys, 16, ints(40, 11), **options)
+    separate = (
+        keys[..., :16].view(torch.uint8).clone().view(kind) if keys.element_size() == 1 else keys[..., :16].clone()
+    )
+    options["value_scale"] = options["key_scale"]
+    for other in (separate, keys[..., :16]):
+        expected = kernels.decode_attention.reference(query.float(), keys, other, ints(40, 11), **options)
+        torch.testing.assert_close(actual.float(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [torch.bfloat16, E4M3])
+def test_latent_attention_at_its_size(kind):
+    keys = random_tensor(1, 1, 70, 576, seed=1, dtype=kind)
+    query = random_tensor(1, 16, 1, 576, dtype=torch.bfloat16)
+    with kernels.using("require"):
+        actual = kernels.decode_attention(query, keys, 512, ints(70))
+    expected = kernels.decode_attention.reference(query.double(), keys, 512, ints(70))
+    torch.testing.assert_close(actual.double(), expected, rtol=0.02, atol=0.02)
+
+
+def test_values_that_are_columns_of_keys_and_what_kernels_do_not_take():
+    query, keys = random_tensor(1, 2, 1, 700, dtype=torch.bfloat16), random_tensor(1, 1, 9, 700, dtype=torch.bfloat16)
+    assert "up to 512" in kernels.supports(kernels.decode_attention, query, keys, 640, ints(9)).reason
+    assert "16 bits" in kernels.supports(kernels.decode_attention, query.float(), keys.float(), 600, ints(9)).reason
+    for value in (0, 700):
+        with pytest.raises(UsageError, match="columns of keys"):
+            kernels.decode_attention(query, keys, value, ints(9))
+    with pytest.raises(UsageError, match="no value_scale"):
+        kernels.decode_attention(query, keys, 512, ints(9), value_scale=2.0)
+
+
 def test_fp8_that_does_not_come_in_pairs():
     odd = [random_tensor(2, 2, 20, 17, seed=seed, dtype=E4M3)[..., 1:] for seed in (1, 2)]
     apart = [random_tensor(2, 2, 20, 32, seed=seed, dtype=E4M3)[..., ::2] for seed in (1, 2)]

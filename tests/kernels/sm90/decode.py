@@ -9,10 +9,10 @@ def empty(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype)
 
 
-def call(query, keys, values, pages=None, window=-1, softcap=0.0, sinks=None):
+def call(query, keys, values, pages=None, window=-1, softcap=0.0, sinks=None, shared=False):
     lengths, scales = torch.zeros(query.shape[0], dtype=torch.int32), (1.0, None, 1.0, None)
     return lambda: decode_triton.decode_attention(
-        query, keys, values, lengths, pages, 0.1, window, softcap, sinks, *scales
+        query, keys, values, lengths, pages, 0.1, window, softcap, sinks, *scales, shared
     )
 
 
@@ -31,6 +31,9 @@ def launches():
     yield f"8 bits, {few}", call(group, eight, eight)
     paged_eight = paged.to(torch.float8_e5m2)
     yield f"8 bits in pages of 16, {few}", call(group, paged_eight, paged_eight, table)
+    for kind in (torch.bfloat16, torch.float8_e4m3fn):
+        latent = empty(512, 64, 1, 576, dtype=kind)
+        yield f"latent, {kind}, {few}", call(empty(4, 16, 1, 576), latent, latent[..., :512], table, shared=True)
     yield f"float32, {few}", call(group.float(), cache.float(), cache.float())
 
     lengths, angles, scales = torch.zeros(4, dtype=torch.int32), empty(8192, 64, dtype=torch.float32), (1.0, None) * 2

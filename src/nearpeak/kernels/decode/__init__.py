@@ -29,11 +29,14 @@ from nearpeak.kernels.rotary import check_arguments, empty_result
 MAX_NEW_TOKENS = 16
 """More new tokens are a prefill."""
 _MAX_HEAD_DIM = 256
+_MAX_SHARED_VALUE_DIM, _MAX_REST_DIM = 512, 128
+"""Of values that are the first columns of keys, and of the columns of keys that are no values."""
+_NARROW_BYTES = 2
 _MAX_TOKENS = 2**31 - 2**17
 _MIN_FP8_CAPABILITY = (8, 9)
 DecodeArguments = tuple[
     Tensor, Tensor, Tensor, Tensor, Tensor | None, float, int, float, Tensor | None,
-    float, Tensor | None, float, Tensor | None,
+    float, Tensor | None, float, Tensor | None, bool,
 ]  # fmt: skip
 """The arguments of the operator of `decode_attention`."""
 AppendArguments = tuple[
@@ -76,12 +79,20 @@ def _split_scale(name: str, scale: float | Tensor | None, key_heads: int) -> tup
 
 
 def _cache_why_not(
-    key_cache: Tensor, value_cache: Tensor, lengths: Tensor, pages: Tensor | None, *others: Tensor | None
-) -> str | None:
+    key_cache: Tensor, value_cache: Tensor, lengths: Tensor, pages: Tensor | None, *others: Tensor | None,
+    shared: bool = False,
+) -> str | None:  # fmt: skip
     """Why the kernels do not support a cache, and other tensors beside it."""
     if key_cache.dtype != value_cache.dtype:
         return "it takes keys and values of one dtype"
-    if max(key_cache.shape[-1], value_cache.shape[-1]) > _MAX_HEAD_DIM or not value_cache.shape[-1]:
+    if shared:
+        rest = key_cache.shape[-1] - value_cache.shape[-1]
+        if not value_cache.shape[-1] or value_cache.shape[-1] > _MAX_SHARED_VALUE_DIM or rest > _MAX_REST_DIM:
+            return (
+                f"it takes values that are up to {_MAX_SHARED_VALUE_DIM} columns of keys, which have up to"
+                f" {_MAX_REST_DIM} more"
+            )
+    elif max(key_cache.shape[-1], value_cache.shape[-1]) > _MAX_HEAD_DIM or not value_cache.shape[-1]:
         return f"it takes heads of 1 to {_MAX_HEAD_DIM} dimensions"
     capacity = key_cache.shape[2] if pages is None else pages.shape[1] * key_cache.shape[1]
     if capacity > _MAX_TOKENS:
@@ -98,11 +109,21 @@ def _cache_why_not(
 
 
 def _decode_arguments(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, pages: Tensor | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor | int, lengths: Tensor, *, pages: Tensor | None = None,
     scale: float | None = None, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None,
 ) -> DecodeArguments:  # fmt: skip
     """Checks the arguments of `decode_attention`, and returns those of its operator."""
+    shared = isinstance(value_cache, int)
+    if isinstance(value_cache, int):
+        if not 0 < value_cache < key_cache.shape[-1]:
+            raise UsageError(
+                f"Values are so many of the first columns of keys, fewer than all {key_cache.shape[-1]}, and not"
+                f" {value_cache}."
+            )
+        if value_scale is not None:
+            raise UsageError("Values that are columns of keys have the scale of keys, and no value_scale.")
+        value_cache, value_scale = key_cache[..., :value_cache], key_scale
     _check_cache(key_cache, value_cache, lengths, pages)
     if query.dim() != 4:
         raise UsageError(f"query is [batch, heads, new, dim], and not {list(query.shape)}.")
@@ -125,7 +146,7 @@ def _decode_arguments(
     return (
         query, key_cache, value_cache, lengths, pages, dim**-0.5 if scale is None else float(scale),
         -1 if window is None else window, 0.0 if softcap is None else float(softcap), sinks,
-        *_split_scale("key_scale", key_scale, key_heads), *_split_scale("value_scale", value_scale, key_heads),
+        *_split_scale("key_scale", key_scale, key_heads), *_split_scale("value_scale", value_scale, key_heads), shared,
     )  # fmt: skip
 
 
@@ -136,7 +157,7 @@ def _decode_attention_reference(*args: Any, return_lse: bool = False, **options:
 
 def _decode_attention_why_not(*args: Any, return_lse: bool = False, **options: Any) -> str | None:
     arguments = _decode_arguments(*args, **options)
-    query, key_cache, value_cache, lengths, pages, _, _, _, sinks, _, key_scales, _, value_scales = arguments
+    query, key_cache, value_cache, lengths, pages, _, _, _, sinks, _, key_scales, _, value_scales, _ = arguments
     if query.shape[2] <= MAX_NEW_TOKENS:
         return _decode_operator_why_not(*arguments)
     reason = _cache_why_not(key_cache, value_cache, lengths, pages, query, sinks, key_scales, value_scales)
@@ -146,11 +167,14 @@ def _decode_attention_why_not(*args: Any, return_lse: bool = False, **options: A
 def _decode_operator_why_not(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, pages: Tensor | None, scale: float,
     window: int, softcap: float, sinks: Tensor | None, key_scale: float, key_scales: Tensor | None,
-    value_scale: float, value_scales: Tensor | None,
+    value_scale: float, value_scales: Tensor | None, shared: bool = False,
 ) -> str | None:  # fmt: skip
     if query.shape[2] > MAX_NEW_TOKENS:
         return f"it takes up to {MAX_NEW_TOKENS} new tokens"
-    return _cache_why_not(key_cache, value_cache, lengths, pages, query, sinks, key_scales, value_scales)
+    if shared and (query.element_size() != _NARROW_BYTES or key_cache.dtype not in (query.dtype, *FLOAT8)):
+        return "it takes queries of 16 bits if values are columns of keys, which have the same dtype or are float8"
+    others = (query, sinks, key_scales, value_scales)
+    return _cache_why_not(key_cache, value_cache, lengths, pages, *others, shared=shared)
 
 
 def _fake_decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
@@ -161,7 +185,7 @@ def _fake_decode(query: Tensor, key_cache: Tensor, value_cache: Tensor, *rest: o
 _decode_attention = Operator(
     "decode_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor lengths, Tensor? pages, float scale,"
     " int window, float softcap, Tensor? sinks, float key_scale, Tensor? key_scales, float value_scale,"
-    " Tensor? value_scales) -> (Tensor, Tensor)",
+    " Tensor? value_scales, bool shared=False) -> (Tensor, Tensor)",
     backends={"nvidia": "decode.triton:decode_attention"},
     reference=reference.decode_attention,
     fake=_fake_decode,
@@ -171,7 +195,7 @@ _decode_attention = Operator(
 
 @fused(reference=_decode_attention_reference, why_not=_decode_attention_why_not)
 def decode_attention(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, *, pages: Tensor | None = None,
+    query: Tensor, key_cache: Tensor, value_cache: Tensor | int, lengths: Tensor, *, pages: Tensor | None = None,
     scale: float | None = None, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     key_scale: float | Tensor | None = None, value_scale: float | Tensor | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
@@ -188,7 +212,8 @@ def decode_attention(
             than the query is cast. Then the result is token-major in memory.
         key_cache, value_cache: [batch, key_heads, capacity, dim], or with `pages` [pages, page_size, key_heads, dim].
             heads is a multiple of key_heads. Values may have another dim than keys; both are up to 256. float32,
-            bfloat16 or float16, or float8 with scales.
+            bfloat16 or float16, or float8 with scales. A number in place of the values: these are so many of the first
+            columns of keys, up to 512, which are read once, as in multi-head latent attention (576 and 512).
         lengths: [batch], the number of tokens of each sequence in the cache, including the new ones; int32.
         pages: [batch, most_pages], the page table: the page of the first `page_size` tokens of a sequence, of the next
             ones, and so on; int32. Only entries within the length are read, and their pages must exist.
@@ -206,8 +231,8 @@ def decode_attention(
     if query.shape[2] <= MAX_NEW_TOKENS:
         result, lse = _decode_attention(*arguments)
     else:
-        keys, values = reference.gather_pages(key_cache, pages), reference.gather_pages(value_cache, pages)
-        result, lse = _prefill_attention(query, keys, values, lengths, *arguments[5:])
+        keys, values = (reference.gather_pages(cache, pages) for cache in arguments[1:3])
+        result, lse = _prefill_attention(query, keys, values, lengths, *arguments[5:-1])
     return (result, lse) if return_lse else result
 
 

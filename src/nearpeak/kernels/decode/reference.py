@@ -15,9 +15,12 @@ from nearpeak.kernels.rotary import empty_result, rotate_reference
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, pages: Tensor | None, scale: float,
     window: int, softcap: float, sinks: Tensor | None, key_scale: float, key_scales: Tensor | None,
-    value_scale: float, value_scales: Tensor | None,
+    value_scale: float, value_scales: Tensor | None, shared: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result and the log-sum-exp, with all scores in memory, over the whole capacity."""
+    """The result and the log-sum-exp, with all scores in memory, over the whole capacity.
+
+    That values are columns of keys, `shared`, makes no difference here.
+    """
     batch, heads, new, _ = query.shape
     wide = _compute_dtype(query)
     keys, values = (gather_pages(cache, pages).to(wide) for cache in (key_cache, value_cache))

@@ -12,7 +12,8 @@ increments a counter. The last one merges all of them, in the order of the keys:
 program that is.
 
 There are two kernels: one query per head of keys (a matrix-vector product, not on tensor cores), and several queries
-per head of keys, which are rows of one tile, so that each key is read once.
+per head of keys, which are rows of one tile, so that each key is read once. In multi-head latent attention values are
+the first columns of keys, and read once as well.
 """
 
 from __future__ import annotations
@@ -556,13 +557,14 @@ def unpack_fp8_pairs(pairs, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def scale_to_float16(q):
-    """Queries in float16, and the power of 2 by which each row was divided: bfloat16 has a larger range."""
-    wide = q.to(tl.float32)
-    exponent = tl.max(tl.abs(wide), 1).to(tl.int32, bitcast=True) >> 23
+def powers_for_float16(largest):
+    """Powers of 2 to divide rows by, so that their largest numbers fit into float16, and the inverses.
+
+    bfloat16 has a larger range.
+    """
+    exponent = largest.to(tl.int32, bitcast=True) >> 23
     exponent = tl.minimum(tl.maximum(exponent, 1), 253)
-    up, down = (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    return (wide * down[:, None]).to(tl.float16), up
+    return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -577,12 +579,16 @@ def decode_kernel(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_KEY_SCALES: tl.constexpr,
     HAS_VALUE_SCALES: tl.constexpr, SPLIT: tl.constexpr, FP8: tl.constexpr, WIDTH: tl.constexpr,
     ROWS: tl.constexpr, KEPT_ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    VALUE_BLOCK: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr, TOGETHER: tl.constexpr, STAGES: tl.constexpr, REST: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Several queries per head of keys: rows of a tile are the new tokens of all heads of queries that share it.
 
     FP8: keys and values come as pairs of this dtype, see `unpack_fp8_pairs`. Then `q` and `accumulator` have the even
     columns, and `q_odd` and `accumulator_odd` the odd ones.
+
+    REST: values are the first columns of keys, which have so many more, as in multi-head latent attention. What is
+    loaded as values is then the first part of keys, `q_rest` are the REST columns of queries, and DIM is VALUE_DIM.
     """
     # the queries of this tile, (ROWS, DIM_BLOCK)
     block, program = tl.program_id(0) % row_blocks, tl.program_id(0) // row_blocks
@@ -593,8 +599,12 @@ def decode_kernel(
     token = row % NEW
     column = tl.arange(0, DIM_BLOCK)
     q = query + batch * query_batch + (head * GROUP + row // NEW) * query_head + token.to(tl.int64) * query_token
-    q = q[:, None] + (column * query_column)[None, :]
-    q = tl.load(q, mask=is_row[:, None] & (column < DIM)[None, :], other=0.0)
+    q_row = q[:, None]
+    q = tl.load(q_row + (column * query_column)[None, :], mask=is_row[:, None] & (column < DIM)[None, :], other=0.0)
+    q_rest = q
+    if REST > 0:
+        rest = tl.arange(0, REST_BLOCK)[None, :]
+        q_rest = tl.load(q_row + (DIM + rest) * query_column, mask=is_row[:, None] & (rest < REST), other=0.0)
     first, end, used = split_range(length, capacity, window, NEW, HAS_WINDOW, PAGE, BLOCK)
     if tl.program_id(1) >= used:
         return
@@ -613,12 +623,20 @@ def decode_kernel(
     if HAS_KEY_SCALES:
         scale *= tl.load(key_scales + head * key_scale_stride).to(tl.float32)
     if tl.float16 == WORK and tl.bfloat16 == QUERY_DTYPE:
-        q, up = scale_to_float16(q)
+        largest = tl.max(tl.abs(q.to(tl.float32)), 1)
+        if REST > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q_rest.to(tl.float32)), 1))
+        up, down = powers_for_float16(largest)
+        q = q.to(tl.float32) * down[:, None]
+        if REST > 0:
+            q_rest = q_rest.to(tl.float32) * down[:, None]
         scale = (scale * up)[:, None]
-    q = q.to(WORK)
-    q_odd = q
+    q, q_rest = q.to(WORK), q_rest.to(WORK)
+    q_odd, q_rest_odd = q, q_rest
     if FP8 is not None:
         q, q_odd = tl.split(tl.reshape(q, (ROWS, DIM_BLOCK // 2, 2)))
+        if REST > 0:
+            q_rest, q_rest_odd = tl.split(tl.reshape(q_rest, (ROWS, REST_BLOCK // 2, 2)))
     last = length - NEW + token  # the last key that each query sees
     maximum = tl.full((ROWS,), LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -636,6 +654,8 @@ def decode_kernel(
     value_offsets = block_offsets(VALUE_TOKEN, VALUE_STEP, PAGE, BLOCK, VALUE_BLOCK // PACKED)
     is_key_column = (tl.arange(0, DIM_BLOCK // PACKED) < DIM // PACKED)[None, :]
     is_value_column = (tl.arange(0, VALUE_BLOCK // PACKED) < VALUE_DIM // PACKED)[None, :]
+    rest_offsets = block_offsets(KEY_TOKEN, KEY_STEP, PAGE, BLOCK, REST_BLOCK // PACKED) + DIM // PACKED * KEY_STEP
+    is_rest_column = (tl.arange(0, REST_BLOCK // PACKED) < REST // PACKED)[None, :]
     key_row = tl.arange(0, BLOCK)
     end = prefetch_pages(table, first, end, PAGE, BLOCK)
     page = load_pages(table, first, end, PAGE, BLOCK)
@@ -645,15 +665,24 @@ def decode_kernel(
         inside = key_row < end - start
         pointers = block_pointers(keys, page, start, KEY_TOKEN, KEY_PAGE, PAGE, BLOCK)
         k = tl.load(pointers + key_offsets, mask=inside[:, None] & is_key_column, other=ZERO)
-        pointers = block_pointers(values, page, start, VALUE_TOKEN, VALUE_PAGE, PAGE, BLOCK)
-        v = tl.load(pointers + value_offsets, mask=inside[:, None] & is_value_column, other=ZERO)
+        if REST > 0:
+            k_rest = tl.load(pointers + rest_offsets, mask=inside[:, None] & is_rest_column, other=ZERO)
+            v = k
+        else:
+            pointers = block_pointers(values, page, start, VALUE_TOKEN, VALUE_PAGE, PAGE, BLOCK)
+            v = tl.load(pointers + value_offsets, mask=inside[:, None] & is_value_column, other=ZERO)
         page = load_pages(table, start + BLOCK, end, PAGE, BLOCK)  # ahead: loads of the next block wait for it
         # S = Q K^T, (ROWS, BLOCK)
         if FP8 is None:
             products = tl.dot(q, tl.trans(k.to(WORK)), input_precision="ieee")
+            if REST > 0:
+                products = tl.dot(q_rest, tl.trans(k_rest.to(WORK)), products, input_precision="ieee")
         else:
             even, odd = unpack_fp8_pairs(k, FP8)
             products = tl.dot(q_odd, tl.trans(odd), tl.dot(q, tl.trans(even)))
+            if REST > 0:
+                even_rest, odd_rest = unpack_fp8_pairs(k_rest, FP8)
+                products = tl.dot(q_rest_odd, tl.trans(odd_rest), tl.dot(q_rest, tl.trans(even_rest), products))
         visible = inside[None, :]
         if NEW > 1:
             visible = visible & (key_row[None, :] <= last[:, None] - start)
@@ -669,7 +698,8 @@ def decode_kernel(
         if FP8 is None:
             accumulator = tl.dot(weight, v.to(WORK), accumulator * rescale[:, None], input_precision="ieee")
         else:
-            even, odd = unpack_fp8_pairs(v, FP8)
+            if REST == 0:
+                even, odd = unpack_fp8_pairs(v, FP8)
             accumulator = tl.dot(weight, even, accumulator * rescale[:, None])
             accumulator_odd = tl.dot(weight, odd, accumulator_odd * rescale[:, None])
         maximum = new_maximum
@@ -712,11 +742,11 @@ def as_fp8_pairs(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, tl.dtype
 def decode_attention(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, lengths: Tensor, pages: Tensor | None, scale: float,
     window: int, softcap: float, sinks: Tensor | None, key_scale: float, key_scales: Tensor | None,
-    value_scale: float, value_scales: Tensor | None, *, config: DecodeConfig | None = None,
+    value_scale: float, value_scales: Tensor | None, shared: bool = False, *, config: DecodeConfig | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result and the log-sum-exp. Nothing is copied, whatever the strides.
 
-    A negative `window` and a softcap of 0 stand for none.
+    A negative `window` and a softcap of 0 stand for none. `shared`: values are the first columns of keys.
     """
     batch, heads, new, dim = query.shape
     value_dim = value_cache.shape[-1]
@@ -736,8 +766,10 @@ def decode_attention(
     is_fp8 = element_bytes == 1
     narrow = query.dtype != torch.float32 and (is_fp8 or key_cache.dtype == query.dtype)
     # fp8 is converted to 16 bits and multiplied on tensor cores in fewer instructions than to 32 bits
-    alone = rows == 1 and not (is_fp8 and narrow)
-    config = config or decode_config(dim, value_dim, element_bytes, alone, rows > 16, page > 0, query.device)
+    rest = dim - value_dim if shared else 0
+    alone = rows == 1 and not (is_fp8 and narrow) and not rest
+    if config is None:
+        config = decode_config(dim, value_dim, element_bytes, alone, rows > 16, page > 0, shared, query.device)
     block, warps, tile = config.block, config.warps, 1
     pairs = as_fp8_pairs(key_cache, value_cache) if is_fp8 and narrow else None
     if not alone and not narrow:
@@ -748,7 +780,10 @@ def decode_attention(
         if is_fp8 and pairs is None:  # single bytes take registers
             block = min(block, 32)
     key_cache, value_cache, pair_dtype = pairs or (key_cache, value_cache, None)
-    dim_block, value_block = (max(16 if pairs is None else 32, next_power_of_2(size)) for size in (dim, value_dim))
+    dim -= rest
+    dim_block, value_block, rest_block = (
+        max(16 if pairs is None else 32, next_power_of_2(size)) for size in (dim, value_dim, rest)
+    )
     kept_rows = min(next_power_of_2(rows), tile)
     row_blocks = triton.cdiv(rows, tile)
     programs = batch * key_heads * row_blocks
@@ -773,7 +808,7 @@ def decode_attention(
         *(0 if x is None else x.stride(0) for x in optional),
         group, new, dim, value_dim, page, *steps[0], *steps[1], window >= 0, softcap > 0.0,
         *(x is not None for x in optional), splits > 1, pair_dtype, common_width(*strides), tile, kept_rows, block,
-        dim_block, value_block, together, config.stages,
+        dim_block, value_block, together, config.stages, *(() if alone else (rest, rest_block)),
         warps=warps, stages=config.stages, registers=config.max_registers() if narrow else None,
     )  # fmt: skip
     return result, lse

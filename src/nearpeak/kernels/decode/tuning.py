@@ -45,12 +45,15 @@ class DecodeConfig:
 
 
 def decode_config(
-    dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool, paged: bool, device: torch.device
-) -> DecodeConfig:
+    dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool, paged: bool, shared: bool,
+    device: torch.device,
+) -> DecodeConfig:  # fmt: skip
     """The configuration for keys of this size.
 
-    `alone`: a single query sees each head of keys. `many`: more than 16 do.
+    `alone`: a single query sees each head of keys. `many`: more than 16 do. `shared`: values are columns of keys.
     """
+    if shared:
+        return shared_heuristic(dim, element_bytes, many)
     row = tuned(decode_table_key(alone, paged), dim * element_bytes, device)
     return from_row(row, DecodeConfig) or decode_heuristic(dim, value_dim, element_bytes, alone, many)
 
@@ -79,6 +82,26 @@ def decode_heuristic(dim: int, value_dim: int, element_bytes: int, alone: bool, 
     elif element_bytes == 1 and not alone:  # more instructions per byte: more warps hide their latency
         stages, programs = 3, 3
     return DecodeConfig(block=block, warps=8 if alone else 4, stages=stages, programs=programs)
+
+
+def shared_heuristic(dim: int, element_bytes: int, many: bool) -> DecodeConfig:
+    """A configuration for values that are columns of keys."""
+    return next(config for config in shared_candidates(dim, element_bytes) if config.rows == (32 if many else 16))
+
+
+def shared_candidates(dim: int, element_bytes: int) -> list[DecodeConfig]:
+    """Configurations worth measuring for values that are columns of keys, the default first.
+
+    Accumulators and queries take the registers of 8 warps, or of 4 with two programs. There are blocks of about 128 KiB
+    in all.
+    """
+    most = 65536 // (next_power_of_2(dim) // 2 * element_bytes)
+    return [
+        DecodeConfig(block=max(16, min(128, block)), warps=warps, stages=stages, programs=8 // warps, rows=rows)
+        for block, warps, stages, rows in (
+            (most, 8, 3, 16), (most // 2, 4, 3, 16), (most // 2, 8, 5, 16), (most // 2, 8, 4, 32),
+        )
+    ]  # fmt: skip
 
 
 def decode_candidates(size: int, alone: bool = False) -> list[DecodeConfig]:

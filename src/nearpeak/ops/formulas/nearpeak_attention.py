@@ -79,10 +79,11 @@ def decode_attention(op: Op) -> Cost:
     count = batch * heads * pairs.count
     key_heads = keys.shape[2 if paged else 1]
     rows = (1 if paged else batch) * key_heads * new if count else 0
+    caches = (keys,) if op.arguments.get("shared") else (keys, values)  # values may be columns of keys
     return product_cost(
         "attention",
         query.dtype,
-        (query, op.tensor("lengths"), _cache_rows(keys, rows), _cache_rows(values, rows)),
+        (query, op.tensor("lengths"), *(_cache_rows(cache, rows) for cache in caches)),
         op.outputs,
         flops=2.0 * (dim + values.shape[-1]) * count,
         other_flops=count,

@@ -1,0 +1,40 @@
+"""The measurement of decoding with multi-head latent attention: its cells and configurations."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from benchmarks.kernels import latent_decode
+from benchmarks.kernels.latent_decode import CELLS, Cell
+from nearpeak import kernels
+from nearpeak.kernels.decode.tuning import decode_config, shared_candidates
+
+MAX_SHARED_BYTES = 227 * 1024
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+def test_the_kernel_has_configurations_that_fit(cell):
+    candidates = shared_candidates(latent_decode.DIM, cell.dtype.itemsize)
+    sizes = (latent_decode.DIM, latent_decode.VALUE_DIM, cell.dtype.itemsize)
+    default = decode_config(*sizes, False, cell.heads > 16, cell.page is not None, True, torch.device("cpu"))
+    assert default in candidates
+    for config in candidates:
+        blocks = (config.stages - 1) * config.block * latent_decode.DIM * cell.dtype.itemsize
+        queries = config.rows * latent_decode.DIM * 2
+        assert config.programs * (blocks + queries) <= MAX_SHARED_BYTES
+
+
+def test_bytes_and_names():
+    cell = Cell(batch=2, tokens=10, heads=16, page=4, dtype=torch.float8_e4m3fn)
+    assert cell.bytes == 2 * 10 * 576
+    assert cell.name == "2 x 10 tokens, 16 heads, float8_e4m3fn, pages of 4"
+
+
+def test_products_of_torch_are_the_same():
+    query, cache = torch.randn(2, 3, 1, 576), torch.randn(2, 1, 7, 576)
+    expected = kernels.decode_attention(query, cache, 512, torch.full((2,), 7))
+    torch.testing.assert_close(latent_decode.by_torch(query, cache), expected[:, :, 0])
