@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -302,8 +303,11 @@ def asked_for() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def tiny() -> list[Any]:
-    return tune.wanted_tunables(None, sizes=tune.REHEARSAL, device=DEVICE)
+def tiny() -> Iterator[list[Any]]:
+    yield tune.wanted_tunables(None, sizes=tune.REHEARSAL, device=DEVICE)
+    # the tuner replaces entries of the table: other tests read it again
+    _runtime_tuning._table.cache_clear()
+    _runtime_tuning._tuned.cache_clear()
 
 
 def test_every_kernel_that_has_a_choice_is_tuned(tiny):
