@@ -5,6 +5,7 @@ import torch
 
 from nearpeak.ops.op import Padding
 from nearpeak.trace.seen_values import padding_of
+from nearpeak.trace.trace import trace
 
 
 def ids(lengths, length=32, *, left=False, pad=0):
@@ -44,3 +45,22 @@ def test_frames_are_padded_with_zeros():
 )
 def test_what_is_no_padding_or_cannot_be_told(batch):
     assert padding_of(batch) is None
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda: torch.eye(100).to_sparse() @ torch.ones(100, 64),
+        lambda: torch.eye(100, dtype=torch.complex64) @ torch.ones(100, 64, dtype=torch.complex64),
+        lambda: torch.ones(0, 100) @ torch.ones(100, 64),
+        lambda: torch.ones(4, 64, 0) @ torch.ones(4, 0, 64),
+        lambda: torch.eye(100, dtype=torch.int64) @ torch.ones(100, 64, dtype=torch.int64),
+        lambda: torch.nn.functional.one_hot(torch.zeros(0, dtype=torch.int64), 4096),
+        lambda: torch.arange(64 * 64).view(64, 64)[torch.zeros(0, dtype=torch.int64)],
+        lambda: torch.randn(64, 64)[torch.rand(64, 64) > 0.5],
+        lambda: torch.randn(4, 0, 64).view(-1, 64),
+    ],
+    ids=["sparse", "complex", "no rows", "no depth", "integers", "no vectors", "no ids", "mask", "no frames"],
+)
+def test_what_cannot_be_looked_at_is_recorded_all_the_same(product):
+    assert trace(product, live=True).ops

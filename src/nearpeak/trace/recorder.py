@@ -272,7 +272,9 @@ class Recorder(TorchDispatchMode):
             self._contents[number] = contents_digest(tensor)
 
     def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
-        self._record(schema, arguments, tuple(_flat_tensors(self.storages.value(result, "intermediate"))))
+        outputs = tuple(_flat_tensors(self.storages.value(result, "intermediate")))
+        self._values.look_at_results(schema, outputs, result)
+        self._record(schema, arguments, outputs)
 
     def _run_with_torch(
         self,

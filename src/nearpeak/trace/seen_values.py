@@ -1,4 +1,4 @@
-"""`SeenValues`: what the values of tensors tell about a step: padded batches, and factors of products that are zeros.
+"""`SeenValues`: what the values of tensors tell about a step: padded batches, and matrices that are nearly all zeros.
 
 Only the step that is traced is looked at, which is not timed: on a device, a look waits for the values. What is looked
 at is bounded: one look for each storage, samples of large tensors, and no further look at tensors of a shape that had
@@ -42,6 +42,20 @@ PRODUCT_FACTORS: Mapping[str, tuple[int, int]] = {
     "aten.baddbmm.default": (1, 2),
 }
 """Operators that multiply matrices, and the positions of these."""
+ONE_HOT_MAKERS = frozenset(
+    {
+        "aten.scatter.value",
+        "aten.scatter_.value",
+        "aten.scatter.src",
+        "aten.scatter_.src",
+        "aten.eq.Tensor",
+        "aten.index.Tensor",
+        "aten.index_select.default",
+        "aten._index_put_impl_.default",
+        "aten.index_put_.default",
+    }
+)
+"""Operators that may write one-hot vectors."""
 MAX_BATCH_ELEMENTS = 1 << 24
 """Larger batches are not looked at."""
 MIN_SEQUENCE_LENGTH = 16
@@ -50,7 +64,7 @@ MIN_PADDED_SHARE = 0.05
 """Of the batch. Less padding is not worth mentioning."""
 MAX_PADDING_INSIDE = 0.02
 """The value that rows end with is padding if no larger share of the other elements has it."""
-MIN_FACTOR_ELEMENTS = 1 << 12
+MIN_MATRIX_ELEMENTS = 1 << 12
 """Smaller matrices are not looked at."""
 SAMPLED_ROWS = 128
 VAIN_LOOKS = 3
@@ -74,7 +88,7 @@ class SeenValues:
 
     @property
     def nonzeros(self) -> dict[int, Nonzeros]:
-        """Of factors of products that are nearly all zeros, by their storages."""
+        """Of tensors that are nearly all zeros, by their storages."""
         return {storage: nonzeros for storage, nonzeros in self._nonzeros.items() if nonzeros.share <= Nonzeros.MOST}
 
     def look(self, schema: OperatorSchema, arguments: Mapping[str, Any], args: tuple[Any, ...]) -> None:
@@ -86,7 +100,14 @@ class SeenValues:
         for position in PRODUCT_FACTORS.get(schema.name, ()):
             # Gradients are zeros where nobody read the result.
             if len(args) > position and torch._C._current_graph_task_id() == -1:
-                self._look_at_factor(schema.name, arguments.get(schema.arguments[position]), args[position])
+                self._look_at_matrix(schema.name, arguments.get(schema.arguments[position]), args[position])
+
+    def look_at_results(self, schema: OperatorSchema, seen: tuple[Tensor, ...], result: Any) -> None:
+        """Looks at what an op has written."""
+        if schema.name not in ONE_HOT_MAKERS or len(seen) != 1 or not isinstance(result, torch.Tensor):
+            return
+        if result.dim() > 1 and result.is_contiguous():
+            self._look_at_matrix(schema.name, seen[0], result.view(-1, result.shape[-1]))
 
     def _look_at_sequences(self, name: str, seen: Any, batch: Any) -> None:
         if name == "aten.index.Tensor":  # a table, indexed by a tensor of ids
@@ -104,14 +125,14 @@ class SeenValues:
                 return  # its reader may see more of it
         self._padding[seen.storage] = padding
 
-    def _look_at_factor(self, name: str, seen: Any, factor: Any) -> None:
-        if not isinstance(seen, Tensor) or seen.elements < MIN_FACTOR_ELEMENTS or seen.storage in self._nonzeros:
+    def _look_at_matrix(self, name: str, seen: Any, matrix: Any) -> None:
+        if not isinstance(seen, Tensor) or seen.elements < MIN_MATRIX_ELEMENTS or seen.storage in self._nonzeros:
             return
         kind: StorageKind = self._storages.kind(seen.storage)
         key = name, seen.shape
-        if kind == "parameter" or factor.layout is not torch.strided or self._vain.get(key, 0) >= VAIN_LOOKS:
+        if kind == "parameter" or not _is_readable(matrix) or self._vain.get(key, 0) >= VAIN_LOOKS:
             return
-        nonzeros = nonzeros_of(factor)
+        nonzeros = nonzeros_of(matrix)
         self._nonzeros[seen.storage] = nonzeros
         if nonzeros.share > Nonzeros.MOST:
             self._vain[key] = self._vain.get(key, 0) + 1
@@ -138,14 +159,28 @@ def nonzeros_of(matrix: torch.Tensor) -> Nonzeros:
     )
 
 
+_IDS = frozenset({torch.int32, torch.int64})
+_NUMBERS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether torch compares and counts the elements of a tensor, whatever device it is on."""
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.dtype in (torch.bool, *_IDS, *_NUMBERS)
+        and tensor.device.type != "meta"
+    )
+
+
 def _may_be_padded(name: str, batch: Any) -> bool:
-    if not isinstance(batch, torch.Tensor) or batch.numel() > MAX_BATCH_ELEMENTS or batch.is_nested:
+    if not isinstance(batch, torch.Tensor) or not _is_readable(batch):
         return False
-    if batch.layout is not torch.strided or batch.dim() < 2 or batch.dtype is torch.bool or batch.is_complex():
+    if batch.dim() < 2 or batch.numel() > MAX_BATCH_ELEMENTS:
         return False
-    if not batch.is_floating_point():
+    if batch.dtype in _IDS:
         return name in _ID_READERS
-    return batch.dim() == 3 or (batch.dim() == 4 and name == "aten.convolution.default")
+    return batch.dtype in _NUMBERS and (batch.dim() == 3 or (batch.dim() == 4 and name == "aten.convolution.default"))
 
 
 def padding_of(batch: torch.Tensor, *, frames_last: bool = False) -> Padding | None:

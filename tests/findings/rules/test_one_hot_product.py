@@ -5,6 +5,8 @@ import torch
 from gpu_steps import examined, found_in
 from torch.nn.functional import one_hot
 
+from nearpeak.findings.rules.one_hot_product import one_hot_product
+
 CATEGORIES, WIDTH = 8000, 128
 
 
@@ -101,3 +103,53 @@ def test_tokens_that_move_to_experts_and_back():
     kept = {index for index in products if step.ops[index].inputs[0].shape[0] == experts}  # those of the experts
     assert claimed.isdisjoint(kept) and claimed >= set(products) - kept
     assert any(step.ops[index].packet == "aten.gt" for index in claimed)
+
+
+def cross_entropy(weights_of, train=True, reduce=lambda x: x.sum(-1).mean()):
+    def build():
+        torch.manual_seed(0)
+        logits = torch.randn(256, 1000, requires_grad=train)
+        ids = torch.randint(1000, (256,))
+
+        def step():
+            loss = reduce(weights_of(ids) * logits.log_softmax(-1))
+            return loss.backward() if train else loss
+
+        return step
+
+    return examined(build, live=True)
+
+
+@pytest.mark.parametrize(
+    "weights_of",
+    [
+        lambda ids: one_hot(ids, 1000),
+        lambda ids: one_hot(ids, 1000) * 0.9 + 1e-4,
+        lambda ids: (1 - one_hot(ids, 1000)) * 1e-4 + one_hot(ids, 1000).float() * 0.9,
+        lambda ids: torch.eye(1000)[ids],
+        lambda ids: (ids[:, None] == torch.arange(1000)).float(),
+        lambda ids: torch.zeros(256, 1000).index_put_((torch.arange(256), ids), torch.ones(256)),
+    ],
+    ids=["one-hot", "smoothed", "both", "eye", "compared", "put"],
+)
+def test_a_sum_weighted_with_one_hot_vectors_is_a_gather(weights_of):
+    step = cross_entropy(weights_of)
+    wastes = list(one_hot_product(step))
+    assert wastes and all("gather" in waste.remedy for waste in wastes)
+    claimed = {index for waste in wastes for index in waste.gains}
+    logs = next(op.outputs[0].storage for op in step.ops if op.packet == "aten._log_softmax")
+    readers = [index for index, op in enumerate(step.ops) if logs in {tensor.storage for tensor in op.inputs}]
+    assert claimed.intersection(readers)  # the product itself
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [
+        lambda x: x.sum(0).square().mean(),
+        lambda x: x.square().sum(-1).mean(),
+        lambda x: x.sigmoid().sum(-1).mean(),
+    ],
+    ids=["over the rows", "squares", "another function"],
+)
+def test_other_sums_are_not(reduce):
+    assert not list(one_hot_product(cross_entropy(lambda ids: one_hot(ids, 1000), reduce=reduce)))

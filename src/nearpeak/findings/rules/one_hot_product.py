@@ -1,9 +1,9 @@
-"""Rows are selected or moved by a product with a matrix of few ones: a lookup touches those rows alone."""
+"""Elements are selected or moved by a product with a matrix of few ones: a lookup touches those alone."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
@@ -26,7 +26,13 @@ the gather sorts its rows. On a Xeon, 12,000 x 64 to 64,000 x 32: 1.6 to 2.3. to
 
 @rule("one-hot-product", needs=["storages"])
 def one_hot_product(step: Step) -> Iterator[Waste]:
-    """Products with a factor of few elements that are not zero in each row, with the ops that make that factor."""
+    """GEMMs, and sums of products, with a factor of few elements that are not zero in each row."""
+    yield from _products(step)
+    yield from _weighted_sums(step)
+
+
+def _products(step: Step) -> Iterator[Waste]:
+    """GEMMs with such a factor, and the ops that make it."""
     gone: set[int] = set()
     """Ops that a factor before has claimed: one may be made of another."""
     for storage, nonzeros in step.trace.nonzeros.items():
@@ -75,6 +81,84 @@ _MOVES = (
     "out = x.index_select(0, indices)                 # in place of one_hot(indices) @ x\n"
     "out = zeros.index_add(0, indices, x * weights)   # in place of one_hot(indices).T @ x"
 )
+
+
+_PICKS = (
+    "log_probabilities.gather(-1, targets[..., None])         # in place of (one_hot * log_probabilities).sum(-1)\n"
+    "F.cross_entropy(logits, targets, label_smoothing=0.1)    # with smoothed targets too"
+)
+
+
+def _weighted_sums(step: Step) -> Iterator[Waste]:
+    """Sums over rows of `weights * x`, where the weights are one-hot vectors, or these times a number plus another."""
+    makers: dict[int, dict[int, list[int]]] = {}
+    """Those of one-hot vectors, by the number of elements and the storage."""
+    for storage, nonzeros in step.trace.nonzeros.items():
+        made = [index for index in step.touched_by.get(storage, ()) if storage in step.flow.written_by[index]]
+        if made and nonzeros.is_one_hot and nonzeros.per_row == 1:
+            elements = max(tensor.elements for tensor in step.ops[made[0]].written)
+            makers.setdefault(elements, {})[storage] = made
+    for elements, of_storages in makers.items():
+        chain = _weighted_sum(step, elements, of_storages)
+        if chain is None:
+            continue
+        members, reductions, shifted = chain
+        # With a number added to the weights, the sum of all of `x` remains.
+        gains = {index: step.time(index) for index in (members if shifted else members | reductions)}
+        vectors = step.ops[min(members)].written[0]
+        yield Waste(
+            title="A sum over classes is weighted with one-hot vectors.",
+            op=max(members, key=step.time),
+            gains=gains,
+            replaces=True,
+            evidence=f"One-hot vectors of {shape_text(vectors.shape)} are made and multiplied with numbers that are "
+            f"then summed up: {len(members | reductions)} ops take {seconds(step.seconds(members | reductions))}.",
+            reasoning="One element in each row counts"
+            + (", and the sum of the row; the other ops go." if shifted else ", which a gather reads. These ops go."),
+            remedy=_PICKS,
+        )
+
+
+def _weighted_sum(step: Step, elements: int, makers: Mapping[int, list[int]]) -> tuple[set[int], set[int], bool] | None:
+    """The ops that make one-hot vectors and multiply them, those that sum up, and whether a number is added before.
+
+    None if the vectors are used in another way too.
+    """
+    members, reductions, shifted = {index for made in makers.values() for index in made}, set[int](), False
+    weights, weighted = set(makers), set[int]()
+    for index in range(min(members) + 1, len(step.ops)):
+        if index in members:
+            continue
+        op, family = step.ops[index], step.costs[index].family
+        large = {tensor.storage for tensor in op.inputs if tensor.elements == elements}
+        if op.phase != "forward" or family == "view" or not large & (weights | weighted):
+            continue
+        written = set(step.flow.written_by[index])
+        if family in ("pointwise", "movement") and large <= weights and not op.mutated:
+            shifted = shifted or any(name in op.packet for name in ("add", "sub"))
+            weights |= written
+        elif op.packet in _LINEAR and (large <= weighted or (op.packet == "aten.mul" and not large & weighted)):
+            weighted |= written
+        elif family == "reduction" and large <= weighted and _sums_rows(op):
+            reductions.add(index)
+            continue
+        else:
+            return None
+        members.add(index)
+    if not reductions or step.flow.results & (weights | weighted):
+        return None
+    return members, reductions, shifted
+
+
+_LINEAR = ("aten.neg", "aten.mul", "aten.div", "aten._to_copy")
+
+
+def _sums_rows(op: Op) -> bool:
+    """Whether a reduction adds up the last dimension, among others or not."""
+    dims = op.arguments.get("dim")
+    dims = (dims,) if isinstance(dims, int) else dims
+    last = len(op.inputs[0].shape) - 1
+    return op.packet in ("aten.sum", "aten.mean") and (not dims or any(dim % (last + 1) == last for dim in dims))
 
 
 def _has_factor(op: Op, storage: int) -> bool:
