@@ -31,8 +31,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from nearpeak.kernels.attention import operator_arguments
 from nearpeak.kernels.attention.triton import AttentionProblem
 from nearpeak.kernels.attention.tuning import (
+    MAX_SUMS,
     Sm90Config,
     Sm90Tiles,
+    has_sm90_backward,
     sm90_fp8_tile_candidates,
     sm90_fp8_tiles,
     sm90_tile_candidates,
@@ -65,6 +67,8 @@ class Variant:
     consumers: int = 2
     together: int = 1
     """Heads whose programs alternate in the backward pass."""
+    sums: int | None = None
+    """Partial sums of a query gradient."""
     window: int | None = None
     """Keys that a query sees before its own."""
     sinks: bool = False
@@ -75,7 +79,7 @@ class Variant:
     @property
     def name(self) -> str:
         if self.backward:
-            return f"hopper, {self.together} heads together"
+            return f"hopper, {self.together} heads together" + (f", {self.sums} sums" if self.sums else "")
         tiles = self.tiles or default_tiles(self)
         order = "persistent" if self.persistent else "one tile each"
         sizes = f"{64 * self.consumers} x {tiles.keys}, {tiles.key_stages}/{tiles.value_stages} stages, {tiles.stored}"
@@ -127,10 +131,15 @@ class Cell:
             "sinks": self.sinks,
         }  # fmt: skip
         if self.backward:
+            if not has_sm90_backward(self.dim, self.value_dim):
+                return []
             heads = self.batch * self.key_heads
             alternate = self.causal and self.dim in (64, 128) and self.window is None
-            together = sorted({1, 4, min(16, heads)}) if alternate else [1]
-            return [Variant(backward=True, together=number, **same) for number in together]
+            together = sorted({1, min(16, heads)}) if alternate else [1]
+            numbers = (None, MAX_SUMS) if self.heads > self.key_heads and self.window is None else (None,)
+            return [
+                Variant(backward=True, together=number, sums=sums, **same) for number in together for sums in numbers
+            ]
         tiles = sm90_tile_candidates(tile_dim(self.dim), tile_dim(self.value_dim))
         orders = (True, False) if self.causal else (True,)
         if self.fp8:
@@ -164,6 +173,8 @@ def _cells() -> Iterator[Cell]:
     for dim, tokens in ((128, 16384), (64, 8192)):
         for causal in both:
             yield replace(cell(False, dim, dim, causal, 1, 16, 16, tokens), fp8=True)
+    yield cell(True, 256, 256, True, 2, 16, 16, 8192)  # which only others have
+    yield cell(True, 192, 192, True, 2, 32, 32, 8192)
     yield cell(False, 192, 128, True, 2, 32, 32, 8192)
     yield cell(True, 192, 128, True, 2, 32, 32, 8192)
     yield cell(False, 256, 256, False, 1, 16, 16, 16384)
@@ -198,11 +209,14 @@ def configured(variant: Variant) -> Iterator[None]:
     """The launchers of the kernels for Hopper take the configuration of a variant."""
     from nearpeak.kernels.attention import sm90
 
-    names = ("sm90_config", "sm90_tiles", "sm90_fp8_tiles", "heads_together")
+    names = ("sm90_config", "sm90_tiles", "sm90_fp8_tiles", "heads_together", "query_gradient_sums")
     before = {name: getattr(sm90, name) for name in names}
     config = Sm90Config(consumers=variant.consumers, persistent=variant.persistent, together=1)
     tiles = variant.tiles or default_tiles(variant)
-    stand_ins = (lambda *_: config, lambda *_: tiles, lambda *_: tiles, lambda *_: variant.together)
+    stand_ins = (
+        lambda *_: config, lambda *_: tiles, lambda *_: tiles, lambda *_: variant.together,
+        lambda *given: variant.sums or before["query_gradient_sums"](*given),
+    )  # fmt: skip
     for name, stand_in in zip(names, stand_ins, strict=True):
         setattr(sm90, name, stand_in)
     try:

@@ -113,8 +113,11 @@ def read_cells(path: Path) -> Iterator[Cell]:
 
 def _attention_variants(row: Mapping[str, Any]) -> Iterator[Cell]:
     """A cell of `attention_variants`. Its fastest configuration for Hopper is the one that the launchers take."""
+    ours = [time for name, time in row["seconds"].items() if name.startswith("hopper")]
+    if row.get("fp8") or not ours:
+        return
     seconds = {name: time for name, time in row["seconds"].items() if not name.startswith("hopper")}
-    seconds["nearpeak"] = min(time for name, time in row["seconds"].items() if name.startswith("hopper"))
+    seconds["nearpeak"] = min(ours)
     one_pass = "backward" if row["backward"] else "forward"
     shape = {**row, "queries": row["tokens"], "keys": row["tokens"], "layout": "tokens first"}
     yield from _attention({"seconds": seconds, "backend": "gluon", "pass": one_pass}, shape, "bfloat16")

@@ -3,16 +3,20 @@
     python -m benchmarks.kernels.latent_decode --json latent_decode.json --seconds 40
 
 Keys have 576 columns, of which the first 512 are the values (DeepSeek, Kimi, GLM). With 16 heads, as on each of 8 GPUs,
-memory is the limit. Every configuration is first compared with float32 on small odd sizes, and repeated.
+memory is the limit. Every configuration first runs in a process of its own on a small cache, where it is compiled,
+compared with float32 and repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,7 +64,9 @@ CELLS = (
     Cell(batch=8, tokens=32768, heads=16, page=64),
     Cell(batch=32, tokens=8192, heads=128, page=64),
 )
-CHECKED = {"batch": 3, "tokens": 333}
+CHECKED_TOKENS = 4096
+CHECKED_LENGTHS = (4096, 1001, 37)
+CHECK_SECONDS = 60
 
 
 def inputs_of(cell: Cell) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -81,11 +87,16 @@ def arguments_of(query: Tensor, cache: Tensor, lengths: Tensor, pages: Tensor | 
     return query, cache, cache[..., :VALUE_DIM], lengths, pages, *options
 
 
-def call_of(inputs: tuple[Any, ...], config: DecodeConfig | None) -> Callable[[], Tensor]:
+def call_of(inputs: tuple[Any, ...], config: DecodeConfig) -> Callable[[], Tensor]:
     from nearpeak.kernels.decode import triton as portable
 
     arguments = arguments_of(*inputs)
-    return lambda: portable.decode_attention(*arguments, config=config)[0]
+
+    def call() -> Tensor:
+        result, _ = portable.decode_attention(*arguments, config=config)
+        return result
+
+    return call
 
 
 def by_torch(query: Tensor, cache: Tensor) -> Tensor:
@@ -95,11 +106,12 @@ def by_torch(query: Tensor, cache: Tensor) -> Tensor:
     return weights @ keys[..., :VALUE_DIM]
 
 
-def check(cell: Cell, config: DecodeConfig | None) -> dict[str, Any]:
+def check(cell: Cell, config: DecodeConfig) -> dict[str, Any]:
     """The error of a configuration on a small cache, and whether runs differ."""
     torch.manual_seed(0)
-    small = Cell(heads=cell.heads, page=cell.page, dtype=cell.dtype, **CHECKED)
-    inputs = inputs_of(small)
+    small = replace(cell, batch=len(CHECKED_LENGTHS), tokens=CHECKED_TOKENS)
+    query, cache, _, pages = inputs_of(small)
+    inputs = (query, cache, torch.tensor(CHECKED_LENGTHS, dtype=torch.int32, device="cuda"), pages)
     query, cache, value, *rest = arguments_of(*inputs)
     right = reference.decode_attention(query.float(), cache, value, *rest)[0]
     call = call_of(inputs, config)
@@ -108,58 +120,76 @@ def check(cell: Cell, config: DecodeConfig | None) -> dict[str, Any]:
     return {"error": error, "different": sum(not torch.equal(first, call()) for _ in range(REPEATS))}
 
 
-def measured(cell: Cell) -> dict[str, Any]:
+def checked(place: tuple[int, int]) -> dict[str, Any]:
+    """`check` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.kernels.latent_decode", "--check", f"{place[0]},{place[1]}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"no end in {CHECK_SECONDS} s"}
+    if done.returncode:
+        return {"failed": done.stderr.strip()[-400:]}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def configs_of(cell: Cell) -> dict[str, DecodeConfig]:
+    """Configurations worth measuring, by what they are."""
+    return {
+        f"{one.block} keys, {one.rows} rows, {one.warps} warps, {one.stages} stages": one
+        for one in shared_candidates(DIM, cell.dtype.itemsize)
+        if cell.heads >= one.rows
+    }
+
+
+def is_right(found: dict[str, Any]) -> bool:
+    return "failed" not in found and found["error"] < TOLERANCE and not found["different"]
+
+
+def measured(cell: Cell, checks: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The times of the configurations that are right."""
     from benchmarks.kernels.timing import in_turns
 
     inputs = inputs_of(cell)
-    calls: dict[str, Callable[[], Any]] = {}
-    checks = {}
-    for config in (None, *shared_candidates(DIM, cell.dtype.itemsize)):
-        name = (
-            "default"
-            if config is None
-            else f"{config.block} keys, {config.warps} warps, {config.stages} stages, {config.rows} rows"
-        )
-        try:
-            checks[name] = check(cell, config)
-        except Exception as error:  # one that takes more than there is of something
-            checks[name] = {"failed": str(error)[-200:]}
-            continue
-        if checks[name]["error"] < TOLERANCE and not checks[name]["different"]:
-            calls[name] = call_of(inputs, config)
+    calls: dict[str, Callable[[], Any]] = {
+        name: call_of(inputs, config) for name, config in configs_of(cell).items() if is_right(checks[name])
+    }
     if cell.page is None:
         calls["torch"] = partial(by_torch, inputs[0], inputs[1])
     seconds = in_turns(calls, ROUNDS, may_wait=False)
     rates = {name: cell.bytes / value / 1e12 for name, value in seconds.items()}
-    return {
-        "cell": cell.name,
-        **asdict(cell),
-        "dtype": str(cell.dtype),
-        "seconds": seconds,
-        "tb_s": rates,
-        "checks": checks,
-    }
+    described = {**asdict(cell), "dtype": str(cell.dtype), "cell": cell.name}
+    return {**described, "seconds": seconds, "tb_s": rates, "checks": checks}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all times here, after each cell")
     parser.add_argument("--seconds", type=float, default=40.0, help="no cell begins later")
+    parser.add_argument("--processes", type=int, default=16, help="that compile and check at a time")
+    parser.add_argument("--check", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.check:
+        number, index = map(int, arguments.check.split(","))
+        print(json.dumps(check(CELLS[number], list(configs_of(CELLS[number]).values())[index])))
+        return 0
     start, rows = time.perf_counter(), []
-    for cell in CELLS:
+    places = [(number, index) for number, cell in enumerate(CELLS) for index in range(len(configs_of(cell)))]
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        found = dict(zip(places, pool.map(checked, places), strict=True))
+    right = sum(map(is_right, found.values()))
+    print(f"{time.perf_counter() - start:6.1f} s  {right} of {len(found)} configurations are right", flush=True)
+    for number, cell in enumerate(CELLS):
         if time.perf_counter() - start > arguments.seconds:
             print(f"no time for {cell.name}", flush=True)
             continue
-        row = measured(cell)
+        checks = {name: found[number, index] for index, name in enumerate(configs_of(cell))}
+        row = measured(cell, checks)
         rows.append(row)
         order = sorted(row["tb_s"], key=lambda name: -row["tb_s"][name])
         rates = ", ".join(f"{name} {row['tb_s'][name]:.2f}" for name in order)
-        wrong = {name: one for name, one in row["checks"].items() if name not in row["tb_s"]}
-        print(
-            f"{time.perf_counter() - start:6.1f} s  {cell.name}: TB/s {rates}" + (f"; wrong: {wrong}" if wrong else ""),
-            flush=True,
-        )
+        wrong = "; ".join(f"{name}: {one}" for name, one in checks.items() if not is_right(one))
+        print(f"{time.perf_counter() - start:6.1f} s  {cell.name}: TB/s {rates}; wrong: {wrong or 'none'}", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     return 0
