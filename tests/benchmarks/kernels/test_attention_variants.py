@@ -81,7 +81,7 @@ def test_the_exact_result_of_a_window():
 
 def test_a_check_compares_with_float32_and_finds_runs_that_differ(monkeypatch):
     """On a CPU, with torch in the place of the kernels."""
-    variant = next(cell for cell in CELLS if not cell.fp8).variants()[0]
+    variant = next(cell for cell in CELLS if cell.variants() and not cell.fp8).variants()[0]
     monkeypatch.setattr(attention_variants, "CHECKED_SIZES", ((1, 4, 2, 9, 11),))
     inputs = [torch.randn(1, 2, 5, 8)] * 4
     monkeypatch.setattr(attention_variants, "random_inputs", lambda *_: inputs)
