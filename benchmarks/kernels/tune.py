@@ -30,7 +30,7 @@ from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, work_th
 from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
 from nearpeak.kernels._runtime.choice import own_backends
-from nearpeak.kernels._runtime.tuning import to_row
+from nearpeak.kernels._runtime.tuning import BUSY_WARPS, to_row
 from nearpeak.kernels.attention import tuning as attention_tuning
 from nearpeak.kernels.decode import tuning as decode_tuning
 from nearpeak.kernels.gemm import tuning as gemm_tuning
@@ -630,7 +630,6 @@ def _portable_attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
 
 
 SOURCE = Path(__file__).resolve().parents[2] / "src"
-WAVES = norms_tuning.WAVES
 ROUNDS = 4
 MOST = 16
 """Candidates of an entry that are measured, at most."""
@@ -691,7 +690,7 @@ def using(kernel: str, candidate: dict[str, Any] | None) -> None:
     from nearpeak.kernels._runtime import tuning as _runtime_tuning
 
     table = _runtime_tuning._table(_generation())
-    norms_tuning.WAVES = WAVES if candidate is None else 0  # whatever the number of rows, too
+    _runtime_tuning.BUSY_WARPS = BUSY_WARPS if candidate is None else 0  # whatever the number of rows, too
     if candidate is None:
         table.pop(kernel, None)
     else:

@@ -16,6 +16,8 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
+from nearpeak.kernels.pointwise.triton import tile_heuristic
+
 
 def both(function, **options):
     return partial(function, **options), partial(function.reference, **options)
@@ -32,6 +34,12 @@ PACKED = {
     "geglu": both(kernels.geglu_packed),
     "geglu, tanh, interleaved": both(kernels.geglu_packed, approximate="tanh", interleaved=True),
 }
+
+
+def test_few_elements_are_spread_over_all_multiprocessors():
+    few, many = tile_heuristic(82, 960), tile_heuristic(8192, 960)
+    assert (few.block * few.rows, few.warps) == (1024, 4)
+    assert (many.block * many.rows, many.warps) == (4096, 8)
 
 
 def made(*shape, dtype=torch.float32, seed=0):

@@ -38,6 +38,15 @@ VARIANTS = {
 }
 
 
+@pytest.mark.parametrize("kernel", ["softmax", "softmax_backward"])
+def test_few_rows_are_spread_over_all_multiprocessors(kernel):
+    few, many = (
+        choose_config(kernel, rows, 808, torch.empty(1, 1).half(), masked=False, config=None) for rows in (264, 10**6)
+    )
+    assert (few.rows, 256 * few.warps) == (1, 1024)
+    assert many.rows == 2, "as measured"
+
+
 @pytest.fixture(autouse=True)
 def _kernels_alone():
     with kernels.using("require"):

@@ -22,6 +22,9 @@ import torch
 from nearpeak.kernels._runtime.policy import cuda_capability
 
 _H200_CAPABILITY = (9, 0)
+BUSY_WARPS = 32
+"""Of a multiprocessor, as many as run at a time if threads take 64 registers. The tuner sets 0: candidates run as they
+are, whatever the number of rows."""
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -74,6 +77,19 @@ def _table(generation: int) -> dict[str, list[dict[str, Any]]]:
     known = [number for number in tables if number <= generation]
     table: dict[str, list[dict[str, Any]]] = json.loads(tables[max(known)].read_text()) if known else {}
     return table
+
+
+def spread_rows(together: int, warps: int, block: int, rows: int, processors: int) -> tuple[int, int]:
+    """Rows and warps of a program whose rows are in registers: of a few rows, fewer in each program, and more warps.
+
+    Until all multiprocessors have `BUSY_WARPS`, or a thread has one load of 16 bytes.
+    """
+    enough = processors * BUSY_WARPS
+    while together > 1 and rows // together * warps < enough:
+        together //= 2
+    while warps < 32 and together * block > 32 * warps * 8 and rows // together * warps < enough:
+        warps *= 2
+    return together, warps
 
 
 def processors(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 
+from nearpeak.kernels._runtime import tuning
 from nearpeak.kernels._runtime.launch import next_power_of_2
 from nearpeak.kernels._runtime.ring_buffer import (
     RingConfig,
@@ -19,7 +20,7 @@ from nearpeak.kernels._runtime.ring_buffer import (
     whole_row_candidates,
 )
 from nearpeak.kernels._runtime.row_barrier import MAX_PARTS, SplitConfig, adapt_to_rows, split_candidates
-from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, tuned
 
 MAX_FORWARD_TILE = 32768
 """A longer row does not fit into the registers of 32 warps."""
@@ -27,11 +28,7 @@ MAX_BACKWARD_TILE = 16384
 MAX_ROWS = 128
 """Rows per program, each of which takes registers for its address and its statistics."""
 MIN_GROUP_ROW = 4096
-_VECTOR = 8
-"""Elements of 16 bits that a thread loads at once."""
-_WARPS = 32
-"""That run at a time on a multiprocessor if their threads take 64 registers."""
-WAVES = 4
+_WAVES = 4
 """Full ones of which a launch must have so many for a configuration that was measured with many rows."""
 _SHARED_BYTES = 220 * 2**10
 """The shared memory of a multiprocessor, less a little for reductions."""
@@ -110,8 +107,8 @@ def forward_config(size: int, rows: int, device: torch.device, *, centered: bool
 
 def _fills_gpu(config: ForwardTileConfig, rows: int, device: torch.device) -> bool:
     """Whether the programs of a launch come in so many waves that the last one, which is not full, hardly matters."""
-    at_a_time = processors(device) * max(_WARPS // config.warps, 1)
-    return rows >= config.rows * at_a_time * WAVES
+    at_a_time = processors(device) * tuning.BUSY_WARPS // config.warps
+    return rows >= config.rows * at_a_time * _WAVES
 
 
 def forward_heuristic(size: int, rows: int, processors: int) -> ForwardTileConfig | SplitConfig:
@@ -124,11 +121,7 @@ def forward_heuristic(size: int, rows: int, processors: int) -> ForwardTileConfi
     if block > MAX_FORWARD_TILE:
         return SplitConfig()
     warps, together = max(block // 1024, 1), min(max(1024 // block, 1), MAX_ROWS)
-    enough = processors * _WARPS
-    while together > 1 and rows // together < enough:
-        together //= 2
-    while warps < 32 and together * block > 32 * warps * _VECTOR and rows // together * warps < enough:
-        warps *= 2
+    together, warps = spread_rows(together, warps, block, rows, processors)
     return ForwardTileConfig(rows=together, warps=warps, programs=2 if _fills_half(warps, block) else None)
 
 

@@ -76,11 +76,13 @@ class ColumnSumConfig:
 
 
 def tile_heuristic(rows: int, columns: int, elements: int = 4096) -> TileConfig:
-    """Two loads of 128 bits by each of 256 threads in bfloat16."""
+    """Two loads of 128 bits by each of 256 threads in bfloat16; of a few elements one, and as many programs as run."""
+    while elements > 1024 and rows * columns < _PROGRAMS // 4 * elements:
+        elements //= 2
     block = min(next_power_of_2(columns), elements)
     while columns % block and block > 1024:  # no half empty blocks at the ends of rows
         block //= 2
-    return TileConfig(block=block, rows=min(elements // block, next_power_of_2(rows)), warps=8)
+    return TileConfig(block=block, rows=min(elements // block, next_power_of_2(rows)), warps=min(elements // 256, 8))
 
 
 def tile_candidates(size: int) -> list[TileConfig]:

@@ -15,7 +15,7 @@ from nearpeak.kernels._runtime.gluon import runs_on
 from nearpeak.kernels._runtime.launch import next_power_of_2
 from nearpeak.kernels._runtime.ring_buffer import RingConfig, ring_backward_candidates, ring_forward_candidates
 from nearpeak.kernels._runtime.row_barrier import SplitConfig, adapt_to_rows, split_candidates
-from nearpeak.kernels._runtime.tuning import from_row, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, tuned
 
 _VECTOR_BYTES = 16
 """Bytes that a thread loads at once."""
@@ -38,7 +38,7 @@ Config = TileConfig | SplitConfig | RingConfig
 
 def choose_config(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, config: Config | None) -> Config:
     """The configuration given, measured or guessed, in this order, adapted to these rows."""
-    backward = kernel.endswith("backward")
+    backward, forced = kernel.endswith("backward"), config is not None
     if config is None:
         measured = from_row(tuned(kernel, columns, x.device), TileConfig, SplitConfig, RingConfig)
         config = heuristic(columns, backward=backward) if measured is None else adapt_to_rows(measured, rows)
@@ -51,6 +51,9 @@ def choose_config(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bo
         return SplitConfig()
     # a row that does not fit as float32 is packed, whatever was measured for other rows
     packed = config.packed or columns > _longest_tile(False, masked, backward)
+    if not forced:
+        together, warps = spread_rows(config.rows, config.warps, next_power_of_2(columns), rows, processors(x.device))
+        config = replace(config, rows=together, warps=warps)
     return replace(config, packed=narrow and not masked and packed)
 
 
