@@ -22,6 +22,8 @@ import torch
 from nearpeak.kernels._runtime.policy import cuda_capability
 
 _H200_CAPABILITY = (9, 0)
+_ONE_LOAD = 256
+"""Elements of 16 bits that a warp loads at once."""
 BUSY_WARPS = 32
 """Of a multiprocessor, as many as run at a time if threads take 64 registers. The tuner sets 0: candidates run as they
 are, whatever the number of rows."""
@@ -87,7 +89,8 @@ def spread_rows(together: int, warps: int, block: int, rows: int, processors: in
     enough = processors * BUSY_WARPS
     while together > 1 and rows // together * warps < enough:
         together //= 2
-    while warps < 32 and together * block > 32 * warps * 8 and rows // together * warps < enough:
+        warps = max(min(warps, together * block // _ONE_LOAD), 1)
+    while warps < 32 and together * block > _ONE_LOAD * warps and rows // together * warps < enough:
         warps *= 2
     return together, warps
 

@@ -112,15 +112,12 @@ def _fills_gpu(config: ForwardTileConfig, rows: int, device: torch.device) -> bo
 
 
 def forward_heuristic(size: int, rows: int, processors: int) -> ForwardTileConfig | SplitConfig:
-    """The smallest programs whose threads have 32 elements, in 4 loads of 16 bytes; fewer elements of a few rows.
-
-    What limits is how many bytes are in flight, and how evenly the multiprocessors are filled at the end. A row of up
-    to 1024 elements has one warp, which adds up without a barrier.
-    """
+    """32 elements per thread, in 4 loads of 16 bytes; fewer of a few rows, so that all multiprocessors are busy."""
     block = next_power_of_2(size)
     if block > MAX_FORWARD_TILE:
         return SplitConfig()
-    warps, together = max(block // 1024, 1), min(max(1024 // block, 1), MAX_ROWS)
+    warps = min(max(block // 1024, 4), 32)
+    together = min(max(32 * 32 * warps // block, 1), MAX_ROWS)
     together, warps = spread_rows(together, warps, block, rows, processors)
     return ForwardTileConfig(rows=together, warps=warps, programs=2 if _fills_half(warps, block) else None)
 
