@@ -1,11 +1,14 @@
 """What padding costs, op by op."""
 
+import dataclasses
+
 import pytest
 import torch
 from gpu_steps import examined, found_in
 from torch.nn.functional import scaled_dot_product_attention
 
 from nearpeak.findings.rules.padded_batch import padded_batch
+from nearpeak.ops.op import name_with_origin
 
 LENGTH, WIDTH = 128, 256
 
@@ -75,7 +78,17 @@ def test_the_line_is_that_of_the_op_that_made_the_batch():
 
     step = examined(build, live=True)
     (found,) = found_in(step, "padded-batch")
-    assert found.source == next(op.source for op in step.ops if op.packet == "aten.zeros")
+    line = next(op.source for op in step.ops if op.packet == "aten.zeros")
+    assert found.source == line
+    # The same with a GPU, where ops on the host have no data flow.
+    before = next(index for index, op in enumerate(step.ops) if op.packet == "aten.embedding")
+    host = tuple(
+        dataclasses.replace(op, name=name_with_origin("host", op.name), origin="host") if index < before else op
+        for index, op in enumerate(step.ops)
+    )
+    step = dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=host))
+    (found,) = found_in(step, "padded-batch")
+    assert found.source == line
 
 
 @pytest.mark.parametrize("lengths", [[LENGTH] * 8, [LENGTH - 2] * 8])

@@ -96,15 +96,27 @@ def _enters(step: Step, storage: int, padding: Padding) -> tuple[int, str]:
 
     A batch from before the step enters it where the model is called.
     """
-    index = next(i for i in step.touched_by[storage] if any(tensor.storage == storage for tensor in step.ops[i].inputs))
-    reader = index
-    while (made := step.flow.producers[index].get(storage)) is not None and made < index and step.ops[made].source:
+    reader = next(
+        i for i in step.touched_by[storage] if any(tensor.storage == storage for tensor in step.ops[i].inputs)
+    )
+    index = reader
+    while (made := _made_by(step, storage, index)) is not None and step.ops[made].source:
         index = made
         wide = [tensor for tensor in step.ops[made].inputs if _holds(tensor, padding)]
         if not wide:
             break
         storage = wide[0].storage
     return index, step.calling_line(reader) if index == reader else ""
+
+
+def _made_by(step: Step, storage: int, before: int) -> int | None:
+    """The op that made a storage, on the host too, which has no data flow; None for one from before the step."""
+    for index in range(before - 1, -1, -1):
+        op = step.ops[index]
+        is_written = any(tensor.storage == storage for tensor in op.outputs)
+        if is_written and all(tensor.storage != storage for tensor in op.inputs):
+            return index
+    return None
 
 
 def _holds(tensor: Tensor, padding: Padding) -> bool:
