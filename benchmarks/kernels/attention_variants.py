@@ -187,7 +187,8 @@ def _cells() -> Iterator[Cell]:
             for backward in both:
                 yield cell(backward, dim, dim, causal, 4, 32, 32, 4096)
     for backward in both:
-        yield replace(cell(backward, 64, 64, True, 2, 64, 8, 8192), window=1023, sinks=True)
+        for window in (1023, 127):
+            yield replace(cell(backward, 64, 64, True, 2, 64, 8, 8192), window=window, sinks=True)
         yield replace(cell(backward, 128, 128, True, 1, 32, 8, 16384), window=1023)
         yield replace(cell(backward, 80, 80, True, 1, 16, 16, 2048), window=128)
     yield cell(False, 256, 256, True, 2, 16, 16, 8192)
