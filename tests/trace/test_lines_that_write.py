@@ -6,7 +6,7 @@ import types
 import pytest
 
 from nearpeak.trace import source
-from nearpeak.trace.source import lines_that_write
+from nearpeak.trace.source import COLLATE, lines_that_write
 
 SCRIPT = """\
 import torch
@@ -48,6 +48,21 @@ def test_calls_and_settings_have_their_first_lines(script):
     assert found["DataLoader"] == ["lines_of_a_script.py:7"]
     assert found["EmbeddingBag"] == ["lines_of_a_script.py:10"]
     assert found["AdamW"] == ["lines_of_a_script.py:11"]
+
+
+def test_the_padding_of_a_data_loader_is_where_its_function_makes_the_batch(script):
+    script.write_text(
+        "def collate(items, longest):\n"
+        "    lengths = torch.tensor([len(item) for item in items])\n"
+        "    batch = torch.zeros(len(items), longest)\n"
+        "    return F.pad(batch, (0, 1)), lengths\n"
+        "\n"
+        "def other(items):\n"
+        "    return torch.zeros(3)\n"
+        "\n"
+        "loader = DataLoader(dataset, collate_fn=functools.partial(collate, longest=512))\n"
+    )
+    assert of_script({COLLATE})[COLLATE] == ["lines_of_a_script.py:3"]
 
 
 def test_classes_that_nobody_asks_for_are_not_searched(script):

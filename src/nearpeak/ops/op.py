@@ -345,4 +345,4 @@ class Trace:
     """The step after this one, if it was traced too: it tells what is computed again from the same values."""
     written_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of ops that really ran: lines of the user's own that call a class, such as "DataLoader" or that of an optimizer,
-    or set "cudnn.benchmark"; by that name."""
+    or set "cudnn.benchmark"; by that name. "collate_fn" is where a data loader's function pads items."""

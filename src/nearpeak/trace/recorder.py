@@ -63,7 +63,7 @@ from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.python_time import PythonTime
 from nearpeak.trace.schema import OperatorSchema, schema_of
 from nearpeak.trace.seen_values import SeenValues
-from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, UserLines, lines_that_write, own_stack, package_files
+from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, COLLATE, UserLines, lines_that_write, own_stack, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost, storage_of
 
@@ -502,7 +502,7 @@ class Recorder(TorchDispatchMode):
     def _classes_with_options(self) -> set[str]:
         """The names of classes whose options are the remedy of a waste."""
         optimizers = {seen.name.rpartition(".")[2] for seen in self._optimizers.values()}
-        return {"DataLoader", "Embedding", "EmbeddingBag"} | optimizers
+        return {"DataLoader", "Embedding", "EmbeddingBag", COLLATE} | optimizers
 
     def _final_ops(self) -> tuple[Op, ...]:
         """The ops in order. If some ran on a device, ops on tensors in host memory alone have the origin "host"."""

@@ -90,6 +90,8 @@ _MAX_PARSED_FILES = 200
 def lines_that_write(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     """The lines of the user's own files that call classes of these names, or set `cudnn.benchmark` to other than False.
 
+    As "collate_fn": where a function that a data loader was given for that, or `__getitem__`, first pads items.
+
     The remedy of some wastes is there, and no op runs there. All files are searched whose code ran or was imported.
     """
     paths = dict.fromkeys(path for path, name in _user_file_names.items() if name)
@@ -109,18 +111,35 @@ def lines_that_write(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(found) for name, found in lines.items()}
 
 
+COLLATE = "collate_fn"
+_PADDING = frozenset({"pad_sequence", "pad", "full", "zeros", "empty", "new_full", "new_zeros"})
+"""What makes a tensor of one length for items of many, by the last names of functions."""
+
+
 def _written_names(text: str) -> Iterator[tuple[str, int]]:
-    """The last names of what a file calls, and its settings of cuDNN; each with its line."""
+    """The last names of what a file calls, its settings of cuDNN, and where items of a data loader are padded; each
+    with its line."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):  # a notebook's cell, with commands of its own
         return
+    makers = {"__getitem__"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            yield name, node.lineno
+            yield _last_name(node.func), node.lineno
+            given = [keyword.value for keyword in node.keywords if keyword.arg == COLLATE]
+            makers |= {_last_name(part) for value in given for part in ast.walk(value)}
         elif isinstance(node, ast.Assign) and not (isinstance(node.value, ast.Constant) and not node.value.value):
             yield from ((_SETTING, node.lineno) for target in node.targets if ast.unparse(target).endswith(_SETTING))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name in makers:
+            calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
+            lines = [call.lineno for call in calls if _last_name(call.func) in _PADDING]
+            yield from ((COLLATE, line) for line in sorted(lines)[:1])
+
+
+def _last_name(node: ast.AST) -> str:
+    return str(getattr(node, "attr", getattr(node, "id", "")))
 
 
 def is_standard_file(filename: str) -> bool:

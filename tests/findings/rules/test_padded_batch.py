@@ -171,3 +171,11 @@ def test_gradients_without_the_padding_are_no_batch_of_their_own():
         return step
 
     assert len(examined(build, live=True).trace.padding) == 1
+
+
+def test_a_batch_of_a_data_loader_has_the_line_that_padded_it():
+    step = padded([30, 40, 50, 64] * 2)
+    written = {"collate_fn": (step.ops[0].source.rpartition(":")[0] + ":7",)}
+    step = dataclasses.replace(step, trace=dataclasses.replace(step.trace, written_at=written))
+    (found,) = found_in(step, "padded-batch")
+    assert found.source == "test_padded_batch.py:7"

@@ -94,7 +94,8 @@ def _better_lengths(padding: Padding) -> list[int]:
 def _enters(step: Step, storage: int, padding: Padding) -> tuple[int, str]:
     """The op that made the rows as long as they are, and its line; "" for that of the op.
 
-    A batch from before the step enters it where the model is called.
+    A batch that a worker of a data loader made was padded in the function for that, if there is one. Another one from
+    before the step enters it where it is copied, or where the model is called.
     """
     reader = next(
         i for i in step.touched_by[storage] if any(tensor.storage == storage for tensor in step.ops[i].inputs)
@@ -106,7 +107,9 @@ def _enters(step: Step, storage: int, padding: Padding) -> tuple[int, str]:
         if not wide:
             break
         storage = wide[0].storage
-    return index, step.calling_line(reader) if index == reader else ""
+    if index != reader and not any(name in step.ops[index].name for name in ("_to_copy", "_pin_memory")):
+        return index, ""
+    return index, step.line_that_writes("collate_fn") or (step.calling_line(reader) if index == reader else "")
 
 
 def _made_by(step: Step, storage: int, before: int) -> int | None:
