@@ -26,9 +26,11 @@ from nearpeak.plan.validation.training import MeasuredTraining, read_training
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
 TARGET = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_constants.json"
-LEFT_OUT = TARGET.with_name("training_left_out.json")
+LEFT_OUT = TARGET.parents[1] / "validation" / "training_left_out.json"
 FIXED = {"memory", "expert_gemm"}
 NAMES = [field.name for field in dataclasses.fields(Efficiency) if field.name not in FIXED]
+EXPERT = [index for index, name in enumerate(NAMES) if name.startswith("expert")]
+OTHER = [index for index in range(len(NAMES)) if index not in EXPERT]
 SPREAD = 0.35
 """Standard deviation of the prior of a constant, in logarithm."""
 NOISE, NOISE_EXPERTS = 0.08, 0.15
@@ -62,18 +64,42 @@ def constants_from(values: np.ndarray) -> Efficiency:
     return Efficiency(**dict(zip(NAMES, np.exp(values).tolist(), strict=True)))
 
 
-def fit(rows: list[MeasuredTraining], start: np.ndarray, prior: np.ndarray, iterations: int) -> np.ndarray:
+def fit(
+    rows: list[MeasuredTraining],
+    start: np.ndarray,
+    prior: np.ndarray,
+    iterations: int,
+    jacobian: dict[str, np.ndarray] | None = None,
+) -> np.ndarray:
     """The constants of dense models from dense runs, then those of experts from runs with experts."""
-    expert = [index for index, name in enumerate(NAMES) if name.startswith("expert")]
-    other = [index for index in range(len(NAMES)) if index not in expert]
-    values = _fit([row for row in rows if not row.job.model.is_moe], start, prior, iterations, other)
-    return _fit([row for row in rows if row.job.model.is_moe], values, prior, iterations, expert)
+    dense, moe = ([row for row in rows if row.job.model.is_moe is moe] for moe in (False, True))
+    values = _fit(dense, start, prior, iterations, OTHER, jacobian)
+    return _fit(moe, values, prior, iterations, EXPERT, jacobian)
+
+
+def slopes(rows: list[MeasuredTraining], values: np.ndarray, columns: list[int]) -> np.ndarray:
+    """Relative change of each step time with each constant."""
+    base = np.log(predict(rows, constants_from(values)))
+    result = np.empty((len(rows), len(columns)))
+    for place, column in enumerate(columns):
+        moved = values.copy()
+        moved[column] += 0.02
+        result[:, place] = (np.log(predict(rows, constants_from(moved))) - base) / 0.02
+    return result
 
 
 def _fit(
-    rows: list[MeasuredTraining], start: np.ndarray, prior: np.ndarray, iterations: int, columns: list[int]
+    rows: list[MeasuredTraining],
+    start: np.ndarray,
+    prior: np.ndarray,
+    iterations: int,
+    columns: list[int],
+    slopes_by_id: dict[str, np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Gauss-Newton in logarithms of the constants in `columns`, with the prior, and outliers held back."""
+    """Gauss-Newton in logarithms of the constants in `columns`, with the prior, and outliers held back.
+
+    With `slopes_by_id` the slopes of each row are those, and not computed anew: a fit near another one is quick.
+    """
     measured = np.log([row.seconds for row in rows])
     base = weights_of(rows)
     noise = np.array([NOISE_EXPERTS if row.job.model.is_moe else NOISE for row in rows])
@@ -90,11 +116,10 @@ def _fit(
         else:
             values, damping = (values + best) / 2, damping * 4
             continue
-        jacobian = np.empty((len(rows), len(columns)))
-        for place, column in enumerate(columns):
-            moved = values.copy()
-            moved[column] += 0.02
-            jacobian[:, place] = (np.log(predict(rows, constants_from(moved))) - measured - residual) / 0.02
+        if slopes_by_id is None:
+            jacobian = slopes(rows, values, columns)
+        else:
+            jacobian = np.array([slopes_by_id[row.id] for row in rows])
         weight = base * pull / noise**2
         normal = jacobian.T @ (jacobian * weight[:, None]) + np.eye(len(columns)) / SPREAD**2
         normal += damping * np.diag(np.diag(normal))
@@ -128,9 +153,13 @@ def left_out(
     """Each source predicted from a fit on the others, and the constants of these fits."""
     error = np.zeros(len(rows))
     fits = {}
+    jacobian: dict[str, np.ndarray] = {}
+    for moe, columns in ((False, OTHER), (True, EXPERT)):
+        alike = [row for row in rows if row.job.model.is_moe is moe]
+        jacobian |= dict(zip([row.id for row in alike], slopes(alike, start, columns), strict=True))
     for source in sorted({row.source for row in rows}):
         kept = [row for row in rows if row.source != source]
-        values = fit(kept, start, prior, iterations)
+        values = fit(kept, start, prior, iterations, jacobian)
         inside = [index for index, row in enumerate(rows) if row.source == source]
         error[inside] = errors([rows[i] for i in inside], predict([rows[i] for i in inside], constants_from(values)))
         fits[source] = {name: float(f"{value:.5g}") for name, value in zip(NAMES, np.exp(values).tolist(), strict=True)}

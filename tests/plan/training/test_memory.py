@@ -92,18 +92,20 @@ def test_recomputed_expert_activations_are_what_a_published_pair_of_runs_differs
 def test_stages_have_their_own_layers() -> None:
     # the first three layers of DeepSeek-V3 have no experts
     first, second, *_ = memory_by_stage(job("deepseek-v3", gpus=64, pp=4, ep=16))
-    assert first.activations["experts"] / second.activations["experts"] == pytest.approx(4 * 13 / (3 * 15))
+    assert first.activations["experts"] / second.activations["experts"] == pytest.approx(4 * 12 / (3 * 16))
     counts = count_parameters(get_model("deepseek-v3"))
     layer = counts.experts_of(get_model("deepseek-v3")) / 58 / 16
     stages = pipeline_stages(get_model("deepseek-v3"), Layout(gpus=64, pp=4, ep=16, global_batch=64))
-    assert [round(stage.expert_weights / layer) for stage in stages] == [16 - 3, 15, 15, 15]
+    assert [round(stage.expert_weights / layer) for stage in stages] == [15 - 3, 16, 16, 14]
     assert "".join(stage.feeds for stage in stages) == get_model("deepseek-v3").feeds
 
 
 def test_interleaved_stages_take_pieces_in_turn() -> None:
     assert [layers_of(8, 2, 2, (), index) for index in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    # 126 layers in 128 pieces: the last two stages have one fewer
-    assert [len(layers_of(126, 16, 8, (), index)) for index in range(16)] == [8] * 14 + [7] * 2
+    # 126 layers in 128 pieces: the stages with the embedding and with the output layer have one fewer
+    assert [len(layers_of(126, 16, 8, (), index)) for index in range(16)] == [7, *[8] * 14, 7]
+    # an output layer that computes as much as three layers takes their place
+    assert [len(layers_of(61, 16, 1, (), index, 3)) for index in range(16)] == [*[4] * 15, 1]
 
 
 def test_a_split_is_followed() -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import random
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
+from nearpeak.plan.models.model import Model
 from nearpeak.plan.training.job import Job
 from nearpeak.plan.training.layout import Layout
-from nearpeak.plan.training.memory import memory
-from nearpeak.plan.training.search import layouts, search
-from nearpeak.plan.training.time import training_time
+from nearpeak.plan.training.memory import memory, memory_by_stage
+from nearpeak.plan.training.search import layouts, search, search_plan
+from nearpeak.plan.training.time import Planner, training_time
 
 
 def test_every_layout_is_legal_and_met_once() -> None:
-    qwen, cluster = get_model("qwen3-30b-a3b"), Cluster.of("h100-sxm x 16")
+    qwen, cluster = get_model("qwen3-30b-a3b").with_layers(6), Cluster.of("h100-sxm x 16")
     found = list(layouts(qwen, cluster, 64, 4096))
     assert len(found) == len(set(found)) > 500
     for layout in found:
@@ -64,7 +68,7 @@ def test_nothing_fits_is_an_answer_with_what_would_be_needed() -> None:
 
 def test_a_batch_that_no_layout_can_spread_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"global_batch=7 .*global_batch=8"):
-        search(get_model("qwen2.5-7b"), Cluster.of("h100-sxm x 8"), global_batch=7, sequence=4097)
+        search(get_model("qwen2.5-7b").with_layers(1), Cluster.of("h100-sxm x 8"), global_batch=7, sequence=4097)
 
 
 def test_405_billion_weights_on_16384_gpus_take_seconds() -> None:
@@ -72,7 +76,127 @@ def test_405_billion_weights_on_16384_gpus_take_seconds() -> None:
     found = search(get_model("llama-3.1-405b"), Cluster.of("h100-sxm x 16384"), global_batch=2048, sequence=8192)
     took = time.process_time() - start
     assert found.best is not None and found.time is not None
-    assert took < 3  # 0.2 s on a quiet machine
-    assert found.legal / took > 3000  # 13,000 a second on a quiet machine
+    assert took < 10  # 1 s on a quiet machine
+    assert found.legal > 30_000
     assert 0.35 < found.time.mfu < 0.5  # what runs of this size reach
     assert isinstance(found.best.layout, Layout)
+
+
+def _random_model(draw: random.Random) -> Model:
+    layers, heads = draw.randint(2, 7), draw.choice((2, 4))
+    moe, latent = draw.random() < 0.5, draw.random() < 0.3
+    feeds = "E" * layers if moe else "D" * layers
+    if moe and draw.random() < 0.5:
+        feeds = "D" + feeds[1:]
+    return Model(
+        name="random",
+        mixers="A" * layers,
+        feeds=feeds,
+        hidden=draw.choice((1024, 4096)),
+        heads=heads,
+        kv_heads=heads,
+        head_dim=128,
+        kv_rank=256 if latent else 0,
+        rope_dim=64 if latent else 0,
+        intermediate=draw.choice((2048, 8192)),
+        vocabulary=draw.choice((8192, 128256)),
+        experts=4 if moe else 0,
+        active_experts=2 if moe else 0,
+        expert_intermediate=1024 if moe else 0,
+    )
+
+
+def _all_layouts(model: Model, gpus: int, batch: int, sequence: int) -> Iterator[Layout]:
+    """Every combination of fields, those that are not legal dropped by the layout's own checks."""
+    modules = ["norm", "feed_activation"] + ["feed"] * ("D" in model.feeds)
+    modules += ["experts"] * model.is_moe + ["mla_up"] * bool(model.kv_rank)
+    subsets = [item for size in range(len(modules) + 1) for item in itertools.combinations(modules, size)]
+    degrees = (1, 2, 4)
+    for tp, cp, pp, ep in itertools.product(degrees, degrees, range(1, gpus + 1), degrees):
+        if gpus % (tp * cp * pp) or gpus % (ep * pp) or (ep > 1 and not model.is_moe):
+            continue
+        dp = gpus // (tp * cp * pp)
+        shardings = ["none"] if dp * cp == 1 else ["zero1"] if pp > 1 else ["zero1", "zero3"]
+        for microbatch, virtual, sharding, recompute in itertools.product(
+            (1, 2, 4, 8), range(1, model.layers + 1), shardings, [*subsets, ("ops",), ("layer",)]
+        ):
+            try:
+                layout = Layout(
+                    gpus=gpus, global_batch=batch, microbatch=microbatch, tp=tp, cp=cp, pp=pp, ep=ep, virtual=virtual,
+                    sharding=sharding, recompute=recompute, overlap_tensor=tp > 1,
+                )  # fmt: skip
+                layout.check(model, sequence)
+            except UsageError:
+                continue
+            yield layout
+
+
+def _space(seed: int) -> None:
+    draw = random.Random(seed)
+    model, gpus, sequence = _random_model(draw), draw.choice((1, 2, 4)), draw.choice((512, 4096))
+    batch = gpus * draw.choice((1, 2, 3, 8))
+    cluster = Cluster.of(f"h100-sxm x {gpus}")
+    jobs = [Job(model=model, layout=layout, sequence=sequence) for layout in _all_layouts(model, gpus, batch, sequence)]
+    needs = [max(stage.total for stage in memory_by_stage(job)) for job in jobs]
+    # a capacity that some layouts fit and others do not
+    capacity = sorted(needs)[int(draw.random() * (len(needs) - 1))]
+    cluster = replace(cluster, machine=replace(cluster.machine, memory_bytes=int(capacity) + 1))
+    planner = Planner(cluster)
+    fastest = min(planner.time(job).seconds for job, need in zip(jobs, needs, strict=True) if need <= capacity)
+    found = search(model, cluster, global_batch=batch, sequence=sequence)
+    assert found.best is not None
+    assert found.best.seconds == pytest.approx(fastest, rel=1e-9), seed
+    best = Job(model=model, layout=found.best.layout, sequence=sequence)
+    assert memory(best).total == pytest.approx(found.best.memory, rel=1e-9)
+    assert planner.time(best).seconds == pytest.approx(found.best.seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", (0, 1, 9))
+def test_a_search_equals_brute_force(seed: int) -> None:
+    _space(seed)
+
+
+@pytest.mark.slow
+def test_searches_of_200_random_spaces_equal_brute_force() -> None:
+    for seed in range(200):
+        _space(seed)
+
+
+def test_no_winner_is_beaten_by_its_own_slowest_stage() -> None:
+    qwen, cluster = get_model("qwen3-235b-a22b").with_layers(14), Cluster.of("h200-sxm x 16")
+    found = search(qwen, cluster, global_batch=64, sequence=4096)
+    assert found.best is not None
+    planner = Planner(cluster)
+    for candidate in found.front[:20]:
+        job = Job(model=qwen, layout=candidate.layout, sequence=4096)
+        slowest = max(stage.step(job.layout.microbatches) for stage, _ in planner.stages(job))
+        assert planner.time(job).seconds >= slowest
+
+
+def test_a_middle_stage_with_experts_sets_the_pace() -> None:
+    """The last stage has the output layer and the most computation; a middle one waits for its experts longer."""
+    qwen = get_model("qwen3-235b-a22b")
+    layout = Layout(gpus=64, pp=32, global_batch=128, ep=2, recompute=("layer",))
+    job, planner = Job(model=qwen, layout=layout, sequence=4096), Planner(Cluster.of("h200-sxm x 64"))
+    stages = planner.stages(job)
+    middle = max((stage for stage, count in stages if count > 1), key=lambda stage: stage.microbatch)
+    last = next(stage for stage, _ in stages if stage.index == 31)
+    assert last.compute.gemm > middle.compute.gemm
+    step = planner.time(job)
+    assert step.seconds > max(middle.step(128 // 2), last.step(128 // 2))
+    assert step.seconds > layout.microbatches * middle.microbatch
+
+
+def test_modules_and_pieces_that_do_not_divide_the_layers_are_tried() -> None:
+    qwen = get_model("qwen3-30b-a3b").with_layers(7)
+    tried = list(layouts(qwen, Cluster.of("h100-sxm x 4"), 64, 4096))
+    assert ("experts",) in {layout.recompute for layout in tried}
+    assert {layout.virtual for layout in tried if layout.pp == 2} == {1, 2, 3}  # 7 layers
+    assert {layout.pp for layout in tried} == {1, 2, 4}
+
+
+def test_a_plan_of_a_search_is_the_best_candidate() -> None:
+    found = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192, global_batch=16)
+    assert found.plan is not None and found.search.best is not None
+    assert found.plan.time.seconds == pytest.approx(found.search.best.seconds)
+    assert found.plan.memory.fullest.total == pytest.approx(found.search.best.memory)

@@ -50,6 +50,7 @@ LAYOUT_OPTIONS = (
     "sharding",
     "shard_group",
     "recompute",
+    "recompute_share",
     "offload",
 )
 """Options that define a layout; without any of them, layouts are searched."""
@@ -105,7 +106,13 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recompute",
         metavar="WHAT",
-        help="none, selective, full, or modules: attention,mla_up,norm,feed,experts (none)",
+        help="none, selective, full, or modules: attention,mla_up,norm,feed,feed_activation,experts,ops (none)",
+    )
+    group.add_argument(
+        "--recompute-share",
+        type=float,
+        metavar="SHARE",
+        help="share of the layers that recompute: 0.5, every second (1)",
     )
     group.add_argument("--offload", metavar="WHAT", help="none, optimizer, optimizer+gradients or all (none)")
     group.add_argument("--no-sequence-parallel", action="store_true", help="norms and residuals on every TP rank")
@@ -357,7 +364,9 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
         price=arguments.price,
     )
     search, plan = answer.search, answer.plan
-    narrate(f"{search.legal} legal layouts, {search.fitting} fit; {search.search_seconds:.1f} s")
+    narrate(
+        f"{search.legal} legal layouts, {search.computed} computed, {search.fitting} fit; {search.search_seconds:.1f} s"
+    )
     write_plan(
         search_document(answer, arguments.top), answer, arguments, lambda: memory_sliders(plan.memory) if plan else None
     )

@@ -21,8 +21,9 @@ from nearpeak.plan.models.model import Model, count_parameters
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
 Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
 Offload = Literal["none", "optimizer", "optimizer+gradients", "all"]
-RECOMPUTE_MODULES = ("attention", "mla_up", "norm", "feed", "feed_activation", "experts", "layer")
-"""Modules that the backward pass can recompute; "layer" is all of a layer but its input."""
+RECOMPUTE_MODULES = ("attention", "mla_up", "norm", "feed", "feed_activation", "experts", "ops", "layer")
+"""What the backward pass can recompute: modules; "ops": everything but attention and every second GEMM (op-level
+selective checkpointing); "layer": all of a layer but its input."""
 _VALID = {"schedule": get_args(Schedule), "sharding": get_args(Sharding), "offload": get_args(Offload)}
 _PRESETS: dict[str, tuple[str, ...]] = {"none": (), "selective": ("attention",), "full": ("layer",)}
 
@@ -54,6 +55,8 @@ class Layout:
     """Data-parallel ranks that share one copy of the sharded states (zero1, zero2, hsdp); 0: all."""
     recompute: tuple[str, ...] = ()
     """Any of `RECOMPUTE_MODULES`, or one of "none", "selective", "full"."""
+    recompute_share: float = 1.0
+    """Share of the layers that recompute: 0.5 where every second layer does."""
     offload: Offload = "none"
     overlap_gradients: bool = True
     """Whether gradients are reduced, and parameters gathered, during computation."""
@@ -74,6 +77,10 @@ class Layout:
                 raise UsageError(f"{field}={value!r} is not known. {did_you_mean(str(value), valid)}")
         if self.recompute:
             object.__setattr__(self, "recompute", _recompute_modules(self.recompute))
+        if not 0 < self.recompute_share <= 1:
+            raise UsageError(
+                f"recompute_share={self.recompute_share} must lie above 0 and at most at 1. Nearest: recompute_share=1."
+            )
         _require_multiple("tp x cp x pp", self.tp * self.cp * self.pp, "gpus", self.gpus)
         if self.ep * self.etp > 1:
             _require_multiple("ep x etp x pp", self.ep * self.etp * self.pp, "gpus", self.gpus)
@@ -233,7 +240,7 @@ def pipeline_stages(model: Model, layout: Layout) -> list[Stage]:
 
 def pipeline_stage(model: Model, layout: Layout, index: int) -> Stage:
     """The pipeline stage `index`."""
-    microbatches = in_flight(layout, index)
+    microbatches = in_flight(layout.pp, layout.virtual, layout.microbatches, index)
     spread = layout.ep * layout.etp
     return _stage(model, layout.tp, spread, layout.pp, layout.virtual, layout.split, layout.etp, index, microbatches)
 
@@ -251,7 +258,7 @@ def _stage(
     in_flight: float,
 ) -> Stage:
     counts = count_parameters(model)
-    places = layers_of(model.layers, pp, virtual, split, index)
+    places = layers_of(model.layers, pp, virtual, split, index, output_layers(model))
     mixers = "".join(model.mixers[place] for place in places)
     feeds = "".join(model.feeds[place] for place in places)
     first, last = index == 0, index == pp - 1
@@ -290,30 +297,79 @@ def _stage(
     )
 
 
-def layers_of(layers: int, pp: int, virtual: int, split: tuple[int, ...], index: int) -> list[int]:
-    """Layers of stage `index`: those of `split`, else equal pieces in turn, the last ones smaller.
+@lru_cache(maxsize=1024)
+def output_layers(model: Model) -> int:
+    """How many layers have the FLOPs of the output layer, at least one: so many fewer a last stage may have."""
+    counts = count_parameters(model)
+    output = model.vocabulary * model.hidden * (1 + model.predictions)
+    return max(1, round(output * model.layers / max(1, counts.active - counts.embedding - counts.output)))
+
+
+def layers_of(
+    layers: int, pp: int, virtual: int, split: tuple[int, ...], index: int, output_layers: int = 1
+) -> list[int]:
+    """Layers of stage `index`: those of `split`, else of equal pieces in turn.
+
+    Where the layers do not come out even, the last piece is short by up to `output_layers`, since it has the output
+    layer; then the first one, which has the embedding, by one; then others from the end.
 
     >>> layers_of(8, 2, 2, (), 0), layers_of(8, 2, 1, (5, 3), 1), layers_of(7, 2, 1, (), 1)
     ([0, 1, 4, 5], [5, 6, 7], [4, 5, 6])
+    >>> [len(layers_of(126, 16, 1, (), index)) for index in (0, 1, 14, 15)]
+    [7, 8, 8, 7]
     """
     if split:
         start = sum(split[:index])
         return list(range(start, start + split[index]))
-    whole, rest = divmod(layers, pp * virtual)
+    sizes = _piece_sizes(layers, pp * virtual, output_layers)
     numbers: list[int] = []
     for piece in range(index, pp * virtual, pp):
-        start = piece * whole + min(piece, rest)
-        numbers += range(start, start + whole + (1 if piece < rest else 0))
+        start = sum(sizes[:piece])
+        numbers += range(start, start + sizes[piece])
     return numbers
 
 
-def in_flight(layout: Layout, index: int) -> float:
+@lru_cache(maxsize=1024)
+def _piece_sizes(layers: int, pieces: int, output_layers: int) -> tuple[int, ...]:
+    most = -(-layers // pieces)
+    sizes = [most] * pieces
+    missing = pieces * most - layers
+    last = min(missing, output_layers, max(1, most - 1))
+    sizes[-1] -= last
+    for piece in [0, *range(pieces - 2, 0, -1), pieces - 1][: missing - last]:
+        sizes[piece] -= 1
+    return tuple(sizes)
+
+
+StageKind = tuple[str, str, bool, bool]
+"""The sorted letters of mixers and of feeds, and whether a stage has the embedding and the output layer."""
+
+
+def stage_groups(model: Model, layout: Layout) -> tuple[tuple[StageKind, int, int], ...]:
+    """The kinds of pipeline stages, each with the first stage of this kind and how many there are."""
+    return groups_of_stages(model.mixers, model.feeds, layout.pp, layout.virtual, layout.split, output_layers(model))
+
+
+@lru_cache(maxsize=4096)
+def groups_of_stages(
+    mixers: str, feeds: str, pp: int, virtual: int, split: tuple[int, ...], output_layers: int
+) -> tuple[tuple[StageKind, int, int], ...]:
+    """`stage_groups` by numbers, for a search."""
+    groups: dict[StageKind, list[int]] = {}
+    for index in range(pp):
+        places = layers_of(len(mixers), pp, virtual, split, index, output_layers)
+        blocks = ("".join(sorted(letters[place] for place in places)) for letters in (mixers, feeds))
+        groups.setdefault((*blocks, index == 0, index == pp - 1), []).append(index)  # type: ignore[arg-type]
+    return tuple((kind, members[0], len(members)) for kind, members in groups.items())
+
+
+def in_flight(pp: int, virtual: int, microbatches: int, index: int) -> float:
     """Microbatches whose activations are in memory of stage `index` at the peak, as multiples of the whole stage.
 
     1F1B: one for the stage itself and each stage after it. Interleaved: Megatron's warm-up, in pieces of a stage.
     """
-    later = layout.pp - index - 1
-    if layout.virtual > 1:
-        pieces = 2 * later + (layout.virtual - 1) * layout.pp + 1
-        return min(pieces, layout.microbatches * layout.virtual) / layout.virtual
-    return float(min(later + 1, layout.microbatches))
+    later = pp - index - 1
+    if virtual > 1:
+        pieces = 2 * later + (virtual - 1) * pp + 1
+        return min(pieces, microbatches * virtual) / virtual
+    return float(min(later + 1, microbatches))

@@ -17,12 +17,12 @@ saves what stands between them too (`EAGER_BLOCK`, `EAGER_ACTIVATION`). Fused at
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from nearpeak.plan.models.model import Model
+from nearpeak.plan.models.model import Model, attention_matrices
 from nearpeak.plan.training.job import Job, Precision, Software
-from nearpeak.plan.training.layout import Stage, pipeline_stage, pipeline_stages
+from nearpeak.plan.training.layout import Stage, pipeline_stage, pipeline_stages, stage_groups
 
 CONTEXT = 0.6e9
 """CUDA context and libraries, outside of torch's allocator. Assumed."""
@@ -117,17 +117,12 @@ def memory_by_stage(job: Job) -> list[StageMemory]:
 
 
 def peak(job: Job) -> float:
-    """`total` of the fullest stage, without the breakdown: fast, for a search."""
-    layout = job.layout
-    first = _stage_total(job, pipeline_stage(job.model, layout, 0))
-    if layout.pp == 1:
-        return first
-    first = max(first, _stage_total(job, pipeline_stage(job.model, layout, layout.pp - 1)))
-    if layout.pp > 2 and "D" in job.model.feeds and "E" in job.model.feeds:
-        first = max(
-            first, _stage_total(job, pipeline_stage(job.model, layout, 1))
-        )  # where the first layers have no experts
-    return first
+    """`total` of the fullest stage, without the breakdown: fast, for a search.
+
+    Of stages that are alike, the first has the most microbatches in flight.
+    """
+    groups = stage_groups(job.model, job.layout)
+    return max(_stage_total(job, pipeline_stage(job.model, job.layout, index)) for _, index, _ in groups)
 
 
 def _stage_memory(job: Job, stage: Stage) -> StageMemory:
@@ -148,10 +143,15 @@ def _stage_memory(job: Job, stage: Stage) -> StageMemory:
 
 
 def _stage_total(job: Job, stage: Stage) -> float:
-    states = sum(_states(job, stage))
-    rest = stage.in_flight * job.microbatch_tokens * layer_bytes(job, stage.mixers, stage.feeds)[1]
-    rest += _recomputed(job, stage) + _logits(job, stage) + _communication(job, stage) + _workspace(job, stage)
-    return states + (1 + SLACK) * rest + _context(job)
+    fixed, each = stage_bytes(job, stage)
+    return fixed + stage.in_flight * each
+
+
+def stage_bytes(job: Job, stage: Stage) -> tuple[float, float]:
+    """`total` of a stage: what does not depend on the microbatches in flight, and what each of them adds."""
+    rest = _recomputed(job, stage) + _logits(job, stage) + _communication(job, stage) + _workspace(job, stage)
+    each = job.microbatch_tokens * layer_bytes(job, stage.mixers, stage.feeds)[1]
+    return sum(_states(job, stage)) + (1 + SLACK) * rest + _context(job), (1 + SLACK) * each
 
 
 def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
@@ -238,6 +238,7 @@ class ActivationSettings:
     etp: int
     overlap_experts: bool
     recompute: tuple[str, ...]
+    recompute_share: float
 
     @property
     def eager(self) -> bool:
@@ -261,12 +262,25 @@ def layer_bytes(job: Job, mixers: str, feeds: str, *, whole: bool = False) -> tu
         layout.etp,
         layout.overlap_experts,
         () if whole else layout.recompute,
+        1.0 if whole else layout.recompute_share,
     )
     return _layer_bytes(settings, mixers, feeds)
 
 
 @lru_cache(maxsize=4096)
 def _layer_bytes(settings: ActivationSettings, mixers: str, feeds: str) -> tuple[Mapping[str, float], float]:
+    share = settings.recompute_share
+    if share == 1 or not settings.recompute:
+        return _bytes_where_recomputed(settings, mixers, feeds)
+    kept, _ = _bytes_where_recomputed(replace(settings, recompute=()), mixers, feeds)
+    recomputed, _ = _bytes_where_recomputed(settings, mixers, feeds)
+    names = dict.fromkeys((*kept, *recomputed))
+    mean = {name: (1 - share) * kept.get(name, 0.0) + share * recomputed.get(name, 0.0) for name in names}
+    return mean, sum(mean.values())
+
+
+def _bytes_where_recomputed(settings: ActivationSettings, mixers: str, feeds: str) -> tuple[Mapping[str, float], float]:
+    """Bytes per token of layers that all recompute what `settings` says."""
     total: dict[str, float] = {}
     if "layer" in settings.recompute:
         total["inputs of layers"] = len(mixers) * 2.0 * settings.model.hidden / settings.spread
@@ -289,6 +303,14 @@ def mixer_bytes(settings: ActivationSettings, kind: str) -> Mapping[str, float]:
         parts["output"] = (2.0 + saved) * inner / tp
         return parts
     values, heads = model.heads * model.value_dim, model.heads * model.head_dim
+    if "ops" in settings.recompute:
+        outputs = sum(outputs for _, _, outputs in attention_matrices(model))
+        saved_gemms = (outputs - model.hidden) / tp / 2 + model.hidden / settings.spread / 2
+        return {
+            "inputs of layers": 2.0 * model.hidden / settings.spread,
+            "GEMMs": 2.0 * saved_gemms,
+            "attention": (2.0 * values + 4.0 * model.heads) / tp,
+        }
     if model.kv_rank:
         parts["latents"] = (2.0 + saved) * (model.q_rank + model.kv_rank) + 2.0 * model.rope_dim
         parts["queries, keys, values"] = 0.0 if "mla_up" in settings.recompute else 2.0 * (2 * heads + values) / tp
@@ -308,6 +330,8 @@ def feed_bytes(settings: ActivationSettings, kind: str) -> Mapping[str, float]:
     parts = _residual_and_norm(settings)
     inner = 2.0 * (2 if model.gated else 1) + (EAGER_ACTIVATION if settings.eager else 0.0)
     inner += 0.0 if "feed_activation" in settings.recompute else saved
+    if "ops" in settings.recompute:
+        inner, parts = 1.0 * (2 if model.gated else 1), {"GEMMs": model.hidden / settings.spread}
     if kind == "D":
         if "feed" not in settings.recompute:
             parts["feed"] = model.intermediate * inner / settings.tp

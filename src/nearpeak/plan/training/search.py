@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from nearpeak._display import Result, headline
 from nearpeak.errors import UsageError
@@ -22,20 +23,31 @@ from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.model import Model
 from nearpeak.plan.training.efficiency import Efficiency
 from nearpeak.plan.training.job import PRECISIONS, Job, Precision, Software
-from nearpeak.plan.training.layout import Layout, Sharding
-from nearpeak.plan.training.memory import memory_by_stage, peak
+from nearpeak.plan.training.layout import (
+    Layout,
+    Sharding,
+    Stage,
+    StageKind,
+    groups_of_stages,
+    in_flight,
+    output_layers,
+    pipeline_stage,
+)
+from nearpeak.plan.training.memory import memory_by_stage, stage_bytes
 from nearpeak.plan.training.plan import TrainingPlan, training_plan
 from nearpeak.plan.training.time import Planner, TrainingTime
 from nearpeak.units import seconds
 
 STEP_TOKENS = 2**22
 """Tokens of one training step where no batch is given."""
-MOST_LAYOUTS_TO_REPEAT = 10_000
+MOST_LAYOUTS_TO_REPEAT = 50_000
 """A search of more, which takes a second or longer, is not repeated under other conditions."""
-RECOMPUTES: tuple[tuple[str, ...], ...] = ((), ("norm", "feed_activation"), ("layer",))
+SLOWEST = 1.5
+"""Layouts that take this many times the time of the fastest, and more, are not listed."""
 MICROBATCHES = (1, 2, 4, 8)
 LARGEST_CP = 16
 """Largest degree of context parallelism that is tried."""
+NO_OTHER = f"nothing else is legal, fits and takes less than {SLOWEST:g} times as long"
 FIELDS = ("tp", "cp", "pp", "virtual", "ep", "microbatch", "sharding", "recompute")
 """Fields of a layout that reasons compare, one at a time."""
 
@@ -166,24 +178,34 @@ class SearchResult:
     best: Candidate | None
     time: TrainingTime | None
     front: tuple[Candidate, ...]
-    """The Pareto front of time against memory, fastest first."""
+    """The Pareto front of time against memory, fastest first, up to `SLOWEST` times the time of the fastest."""
     reasons: tuple[Reason, ...]
     legal: int
+    computed: int
+    """Layouts that were computed one by one; a bound shows that the others are too slow."""
     fitting: int
+    """Layouts that fit and take at most `SLOWEST` times the time of the fastest."""
     smallest: float
-    """Bytes of the layout that needs the least memory."""
+    """Bytes of the layout that needs the least memory, of those computed: of all where nothing fits."""
     search_seconds: float
     """Duration of the search itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Candidate:
     """One layout that fits, with its step time and memory."""
 
-    layout: Layout
+    mesh: Layout
+    """The layout without interleaving."""
+    virtual: int
     seconds: float
     memory: float
     """Bytes that the fullest rank needs."""
+
+    @property
+    def layout(self) -> Layout:
+        """The layout."""
+        return _interleaved(self.mesh, self.virtual)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,14 +243,28 @@ def search(
         return Job(model=model, layout=layout, sequence=sequence, precision=precision, software=software)
 
     candidates: list[Candidate] = []
-    legal, smallest = 0, float("inf")
-    for layout in layouts(model, cluster, global_batch, sequence):
-        legal += 1
-        job = job_of(layout)
-        memory = peak(job)
-        smallest = min(smallest, memory)
-        if memory <= capacity:
-            candidates.append(Candidate(layout=layout, seconds=planner.seconds(job), memory=memory))
+    legal = computed = 0
+    smallest = fastest = float("inf")
+    recomputes = recomputations(model, software)
+    # Recomputation takes time, so a mesh is bounded by its time without: meshes come in the order of this bound.
+    meshes: list[tuple[float, int, Layout]] = []
+    for mesh in _meshes(model, cluster, global_batch, sequence):
+        legal += len(recomputes) * len(_virtual(model.layers, mesh.pp, mesh.microbatches))
+        bound = min(step for _, _, step in _pieces(job_of(mesh), planner, float("inf")))
+        meshes.append((bound, len(meshes), mesh))
+    for bound, _, mesh in sorted(meshes):
+        if bound > SLOWEST * fastest:
+            break
+        for recompute in recomputes:
+            layout = replace(mesh, recompute=recompute)
+            for virtual, memory, step in _pieces(job_of(layout), planner, capacity):
+                computed += 1
+                smallest = min(smallest, memory)
+                if memory <= capacity:
+                    fastest = min(fastest, step)
+                    if step <= SLOWEST * fastest:
+                        candidates.append(Candidate(mesh=layout, virtual=virtual, seconds=step, memory=memory))
+    candidates = [candidate for candidate in candidates if candidate.seconds <= SLOWEST * fastest]
     if not legal:
         raise UsageError(
             f"global_batch={global_batch} cannot be spread over gpus={cluster.gpus} in any legal way. "
@@ -242,6 +278,7 @@ def search(
         front=tuple(_front(candidates)),
         reasons=tuple(_reasons(best, candidates, planner, job_of)) if best else (),
         legal=legal,
+        computed=computed,
         fitting=len(candidates),
         smallest=smallest,
         search_seconds=time.perf_counter() - start,
@@ -262,9 +299,9 @@ def _reasons(
     winner = planner.time(job_of(best.layout))
     for field in FIELDS:
         value = getattr(best.layout, field)
-        other = next((item for item in candidates if getattr(item.layout, field) != value), None)
+        other = next((item for item in candidates if getattr(_holder(item, field), field) != value), None)
         if other is None:
-            yield Reason(field=field, value=value, other=None, slower=None, because="nothing else fits or is legal")
+            yield Reason(field=field, value=value, other=None, slower=None, because=NO_OTHER)
             continue
         loser = planner.time(job_of(other.layout))
         growth = {name: loser.parts[name] - winner.parts[name] for name in winner.parts}
@@ -274,8 +311,86 @@ def _reasons(
         yield Reason(field=field, value=value, other=other, slower=slower, because=because)
 
 
-def layouts(model: Model, cluster: Cluster, global_batch: int, sequence: int) -> Iterator[Layout]:
+def _holder(candidate: Candidate, field: str) -> Candidate | Layout:
+    return candidate if field == "virtual" else candidate.mesh
+
+
+def _pieces(job: Job, planner: Planner, capacity: float) -> Iterator[tuple[int, float, float]]:
+    """Each legal number of pieces of a stage, with the memory and the step time; of those that fit, else 0 seconds.
+
+    What a stage needs depends on its kind alone, so it is computed once, for all numbers of pieces.
+    """
+    model, layout = job.model, job.layout
+    sizes: dict[StageKind, tuple[float, float]] = {}
+    times: dict[StageKind, tuple[float, float]] = {}
+    pipeline = planner.pipeline_exposed(job)
+    pp, microbatches, outputs = layout.pp, layout.microbatches, output_layers(model)
+    for virtual in _virtual(model.layers, pp, microbatches):
+        groups = groups_of_stages(model.mixers, model.feeds, pp, virtual, (), outputs)
+        memory = 0.0
+        for kind, index, _ in groups:
+            if kind not in sizes:
+                sizes[kind] = stage_bytes(job, _stage_of(job, virtual, index))
+            fixed, each = sizes[kind]
+            memory = max(memory, fixed + in_flight(pp, virtual, microbatches, index) * each)
+        if memory > capacity:
+            yield virtual, memory, 0.0
+            continue
+        kinds = []
+        for kind, index, count in groups:
+            if kind not in times:
+                stage = planner.stage(job, _stage_of(job, virtual, index))
+                times[kind] = (stage.microbatch - pipeline, stage.data_once + stage.optimizer)
+            kinds.append((*times[kind], count))
+        yield virtual, memory, planner.step_seconds(job, kinds, virtual * pipeline, virtual)
+
+
+def _stage_of(job: Job, virtual: int, index: int) -> Stage:
+    return pipeline_stage(job.model, _interleaved(job.layout, virtual), index)
+
+
+def _interleaved(layout: Layout, virtual: int) -> Layout:
+    return layout if virtual == 1 else replace(layout, virtual=virtual, schedule="interleaved")
+
+
+def recomputations(model: Model, software: Software) -> list[tuple[str, ...]]:
+    """All sets of modules of `model` that may be recomputed and save memory; none, single ops and whole layers, too.
+
+    >>> from nearpeak.plan.models.catalogue import get_model
+    >>> recomputations(get_model("llama-3-8b"), "fused")[2:5]
+    [('feed_activation',), ('norm', 'feed_activation'), ('feed',)]
+    """
+    free = [("norm",)]
+    if model.kv_rank:
+        free.append(("mla_up",))
+    if software == "unfused":
+        free.append(("attention",))
+    feeds: list[tuple[str, ...]] = [(), ("feed_activation",)]
+    if "D" in model.feeds:
+        feeds += [("feed",), ("feed_activation", "feed")] if model.is_moe else [("feed",)]
+    if model.is_moe:
+        feeds += [(*modules, "experts") for modules in feeds if "D" in model.feeds or not modules]
+        feeds.remove(("feed_activation", "feed", "experts")) if "D" in model.feeds else None
+    sets = [
+        tuple(module for each, used in zip(free, chosen, strict=True) if used for module in each) + modules
+        for modules in feeds
+        for chosen in product((False, True), repeat=len(free))
+    ]
+    return [*sets, ("ops",), ("layer",)]
+
+
+def layouts(
+    model: Model, cluster: Cluster, global_batch: int, sequence: int, software: Software = "fused"
+) -> Iterator[Layout]:
     """Every legal layout of all GPUs of the cluster, with tensor parallelism inside a link domain."""
+    for mesh in _meshes(model, cluster, global_batch, sequence):
+        for recompute in recomputations(model, software):
+            for virtual in _virtual(model.layers, mesh.pp, mesh.microbatches):
+                yield _interleaved(replace(mesh, recompute=recompute), virtual)
+
+
+def _meshes(model: Model, cluster: Cluster, global_batch: int, sequence: int) -> Iterator[Layout]:
+    """Every legal layout without interleaving and recomputation."""
     gpus = cluster.gpus
     for tp in _degrees(min(cluster.domain, 64), model.heads or model.ssm_heads, gpus):
         if ("D" in model.feeds and model.intermediate % tp) or ("M" in model.mixers and model.ssm_heads % tp):
@@ -286,35 +401,29 @@ def layouts(model: Model, cluster: Cluster, global_batch: int, sequence: int) ->
             for pp in _divisors(gpus // (tp * cp), model.layers):
                 dp = gpus // (tp * cp * pp)
                 for ep in _expert_degrees(model, gpus // pp):
-                    yield from _layouts_of_mesh(model, cluster, global_batch, tp, cp, pp, dp, ep)
+                    yield from _layouts_of_mesh(cluster, global_batch, tp, cp, pp, dp, ep)
 
 
 def _layouts_of_mesh(
-    model: Model, cluster: Cluster, global_batch: int, tp: int, cp: int, pp: int, dp: int, ep: int
+    cluster: Cluster, global_batch: int, tp: int, cp: int, pp: int, dp: int, ep: int
 ) -> Iterator[Layout]:
     gpus, domain = cluster.gpus, max(1, cluster.domain // tp)
     for microbatch in MICROBATCHES:
         if global_batch % (dp * microbatch):
             continue
-        pieces = global_batch // (dp * microbatch)
-        for virtual in _virtual(model.layers, pp, pieces):
-            for sharding, group in _shardings(dp, cp, pp, domain):
-                for recompute in RECOMPUTES:
-                    yield Layout(
-                        gpus=gpus,
-                        global_batch=global_batch,
-                        microbatch=microbatch,
-                        tp=tp,
-                        cp=cp,
-                        pp=pp,
-                        virtual=virtual,
-                        schedule="interleaved" if virtual > 1 else "1f1b",
-                        ep=ep,
-                        sharding=sharding,
-                        shard_group=group,
-                        recompute=recompute,
-                        overlap_tensor=tp > 1,
-                    )
+        for sharding, group in _shardings(dp, cp, pp, domain):
+            yield Layout(
+                gpus=gpus,
+                global_batch=global_batch,
+                microbatch=microbatch,
+                tp=tp,
+                cp=cp,
+                pp=pp,
+                ep=ep,
+                sharding=sharding,
+                shard_group=group,
+                overlap_tensor=tp > 1,
+            )
 
 
 def _degrees(limit: int, divides: int, gpus: int) -> list[int]:
@@ -327,8 +436,8 @@ def _degrees(limit: int, divides: int, gpus: int) -> list[int]:
 
 
 def _divisors(gpus: int, layers: int) -> list[int]:
-    """Pipelines: degrees that divide the GPUs, and leave layers for the last stage when the others are full."""
-    return [pp for pp in range(1, min(gpus, layers) + 1) if gpus % pp == 0 and -(-layers // pp) * (pp - 1) < layers]
+    """Pipelines: degrees that divide the GPUs, with a layer for every stage."""
+    return [pp for pp in range(1, min(gpus, layers) + 1) if gpus % pp == 0]
 
 
 def _expert_degrees(model: Model, gpus: int) -> list[int]:
@@ -337,14 +446,9 @@ def _expert_degrees(model: Model, gpus: int) -> list[int]:
     return [ep for ep in range(1, model.experts + 1) if model.experts % ep == 0 and gpus % ep == 0]
 
 
-def _virtual(layers: int, pp: int, pieces: int) -> list[int]:
-    """No interleaving; and where the microbatches allow it, into two, and as many pieces as come out even, to 8."""
-    if pp == 1 or pieces % pp:
-        return [1]
-    per_stage = layers // pp
-    # some recipes count the embedding and the loss as layers
-    even = [n for n in range(2, 9) if n <= per_stage and (layers % (pp * n) == 0 or (layers + 2) % (pp * n) == 0)]
-    return [1, *even]
+def _virtual(layers: int, pp: int, pieces: int) -> range:
+    """Pieces of a stage: one; and where the microbatches allow interleaving, up to a layer each."""
+    return range(1, layers // pp + 1) if pp > 1 and pieces % pp == 0 else range(1, 2)
 
 
 def _shardings(dp: int, cp: int, pp: int, domain: int) -> list[tuple[Sharding, int]]:

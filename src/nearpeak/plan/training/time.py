@@ -1,9 +1,10 @@
 """Seconds of one training step, as parts that sum to it, and the communication that hides behind them.
 
-`Planner.time` adds up one step: the slowest pipeline stage sets the pace, and every part is computed for one microbatch
-on one rank of it. Computation: a GEMM takes its FLOPs at the rate that large GEMMs reach, and its traffic at the
-memory's. The sum of the two is near the first for large matrices and near the second for thin ones, which is how
-utilization falls with size. Communication: collectives over the ranks of each kind of parallelism.
+`Planner.time` adds up one step. Every kind of pipeline stage is computed in full, with its layers, recomputation,
+communication, launches and optimizer (`StageSeconds`); the slowest sets the pace, and the others are its bubble.
+Computation: a GEMM takes its FLOPs at the rate that large GEMMs reach, and its traffic at the memory's. The sum of the
+two is near the first for large matrices and near the second for thin ones, which is how utilization falls with size.
+Communication: collectives over the ranks of each kind of parallelism.
 
 Ranks are numbered with tensor parallelism innermost, then context, data and pipeline. The experts' mesh has its own
 order over the same GPUs: tensor inside an expert, experts, data, pipeline. Neighbors in a group lie as far apart as the
@@ -26,7 +27,7 @@ True
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nearpeak.errors import UsageError
 from nearpeak.machines.machine import Machine
@@ -49,17 +50,15 @@ from nearpeak.plan.training.efficiency import (
     load_efficiency,
 )
 from nearpeak.plan.training.job import Job
-from nearpeak.plan.training.layout import Stage, pipeline_stage
+from nearpeak.plan.training.layout import Stage, pipeline_stage, stage_groups
 
 PARTS = (
     "GEMMs", "attention", "memory-bound", "casts", "recompute", "launches", "tensor", "context", "experts", "pipeline",
     "bubble", "data", "optimizer", "step", "stragglers",
 )  # fmt: skip
 """Names of the parts of a step, in the order in which they are shown."""
-RECOMPUTED_TENSOR = 1.5
-"""Tensor-parallel communication with full recomputation against that without: the forward half runs twice."""
-MLA_UP_SHARE = 0.1
-"""Share of a layer's GEMMs that up-projections of latent attention are. Assumed: 9 % of DeepSeek-V3's weights."""
+RECOMPUTED_TENSOR, RECOMPUTED_CONTEXT, RECOMPUTED_EXPERTS = 1 / 2, 1 / 3, 1 / 2
+"""Communication that full recomputation adds: the forward pass has half of it, and a third of the ring's."""
 ZERO_BUBBLE = 3.0
 """The bubble of 1F1B over that of ZB-H1, (p - 1)(T_F + T_B - T_W) where all three are equal (arXiv:2401.10241)."""
 OFFLOAD_SHARE = 0.8
@@ -111,6 +110,8 @@ class TrainingTime:
     parts: dict[str, float]
     """Seconds by name, those of `PARTS`."""
     hidden: dict[str, float]
+    slowest_stage: int
+    """The first of the pipeline stages that set the pace."""
     tokens: int
     gpus: int
     model_flops: float
@@ -146,6 +147,9 @@ def training_time(job: Job, cluster: Cluster, efficiency: Efficiency | None = No
     return Planner(cluster, efficiency).time(job)
 
 
+Kinds = list[tuple[float, float, int]]
+
+
 class Planner:
     """Training times on one cluster. Memoizes what layouts have in common, so that a search is fast."""
 
@@ -153,17 +157,44 @@ class Planner:
         self.cluster = cluster
         self.efficiency = efficiency or load_efficiency().values
         self.collectives = TrainingCollectives(times or CollectiveTimes(cluster), self.efficiency)
-        self._layers: dict[object, tuple[ComputeSeconds, ComputeSeconds, ComputeSeconds]] = {}
+        self._layers: dict[object, LayerSeconds] = {}
         self._rates: dict[object, TrainingRates] = {}
         self._flops: dict[object, tuple[float, float]] = {}
 
     def seconds(self, job: Job) -> float:
         """Seconds of one step of `job`."""
-        return sum(self._parts(job)[0].values())
+        layout = job.layout
+        stages = self.stages(job)
+        pipeline = stages[0][0].pipeline_exposed
+        kinds = [(stage.microbatch - pipeline, stage.data_once + stage.optimizer, count) for stage, count in stages]
+        return self.step_seconds(job, kinds, pipeline, layout.virtual)
+
+    def step_seconds(self, job: Job, kinds: Kinds, pipeline: float, virtual: int) -> float:
+        """Seconds of a step of `job` with stages of these `kinds`, each cut into `virtual` pieces.
+
+        A kind is the seconds of a microbatch without `pipeline`, its sends; the seconds once per step; and how many
+        stages are of this kind.
+        """
+        microbatches = job.layout.microbatches
+        slowest = pace = total = 0.0
+        for each, once, count in kinds:
+            each += pipeline
+            total += count * each
+            if microbatches * each + once > slowest:
+                slowest, pace = microbatches * each + once, each
+        bubble = (total - pace) / virtual
+        if job.layout.schedule == "zero-bubble":
+            bubble /= ZERO_BUBBLE
+        return (slowest + bubble + self.efficiency.step) * (1 + self._straggle(job))
 
     def time(self, job: Job) -> TrainingTime:
         """One step of `job`."""
-        parts, hidden = self._parts(job)
+        stages, layout = self.stages(job), job.layout
+        slowest = max((stage for stage, _ in stages), key=lambda stage: stage.step(layout.microbatches))
+        bubble = (sum(count * stage.microbatch for stage, count in stages) - slowest.microbatch) / layout.virtual
+        if layout.schedule == "zero-bubble":
+            bubble /= ZERO_BUBBLE
+        parts, hidden = self._parts(job, slowest, bubble)
         model_flops, recomputed_flops = self._token_flops(job)
         theoretical = self.cluster.machine.theoretical
         assert theoretical is not None
@@ -171,6 +202,7 @@ class Planner:
             seconds=sum(parts.values()),
             parts=parts,
             hidden=hidden,
+            slowest_stage=slowest.index,
             tokens=job.tokens,
             gpus=job.layout.gpus,
             model_flops=model_flops * job.tokens,
@@ -178,110 +210,134 @@ class Planner:
             peak=theoretical.peak(job.precision.gemm_dtype),
         )
 
-    def _parts(self, job: Job) -> tuple[dict[str, float], dict[str, float]]:
-        """Seconds of the parts of a step, and of the communication that hides behind them."""
-        model, layout, constants, collectives = job.model, job.layout, self.efficiency, self.collectives
-        if layout.gpus > self.cluster.gpus:
-            raise UsageError(
-                f"gpus={layout.gpus} is more than the cluster's {self.cluster.gpus}. Nearest: gpus={self.cluster.gpus}."
-            )
-        # the slowest stage sets the pace: a full one, or the last one with the output layer
-        layers, feeds, output = self._layer_seconds(job)
-        stages, microbatches = layout.pp, layout.microbatches
-        if layout.split:
-            per_stage, last = max(layout.split), layout.split[-1]
-        else:
-            per_stage = math.ceil(model.layers / stages)
-            last = model.layers - per_stage * (stages - 1)
-        share = per_stage / model.layers
-        last_share = max(last, 0) / model.layers
-        with_output = share * layers.total < last_share * layers.total + output.total
-        if with_output:
-            share = last_share
+    def pipeline_exposed(self, job: Job) -> float:
+        """Exposed seconds of the sends of one microbatch through the pieces of a stage."""
+        exposed = self.efficiency.pipeline_exposed if job.layout.overlap_pipeline else 1.0
+        return exposed * pipeline_seconds(job, self.collectives)
 
-        # computation and communication of one microbatch
-        expert_layers = model.feeds.count("E")
-        compute = ComputeSeconds()
-        compute.add(layers, share)
-        if with_output or stages == 1:
-            compute.add(output, 1)
-        recompute = share * self._recompute_seconds(job, layers, feeds)
-        tensor = share * tensor_seconds(job, collectives)
-        if layout.recomputes("layer"):
-            tensor *= RECOMPUTED_TENSOR
-        context = share * context_seconds(job, collectives)
-        experts = share * expert_seconds(job, collectives)
-        pipeline = pipeline_seconds(job, collectives)
-        tensor_exposed = tensor * (constants.tensor_exposed if layout.overlap_tensor else 1.0)
-        context_exposed = context * constants.context_exposed
-        experts_exposed = experts * (constants.expert_exposed if layout.overlap_experts else 1.0)
-        pipeline_exposed = pipeline * (constants.pipeline_exposed if layout.overlap_pipeline else 1.0)
-
-        # the device waits for the host, which launches kernels and learns where tokens went
-        busy = compute.total + recompute + tensor_exposed + context_exposed + experts_exposed
-        launch = constants.launch_eager if job.software == "eager" else constants.launch_fused
-        launches = _joined(busy, share * model.layers * launch) - busy
-        if expert_layers:
-            waiting = constants.expert_sync + constants.expert_each * model.experts / layout.ep
-            static = not job.dropless or job.year >= GRAPHED_EXPERTS_YEAR
-            launches += share * expert_layers * waiting * (constants.expert_graph if static else 1.0)
-
-        # the pipeline fills and drains; what happens once per step
-        first = pipeline_stage(model, layout, 0)
-        data, data_each, data_hidden = self._data_parallel(job, first, busy + launches, compute.forward + recompute)
-        microbatch = busy + launches + pipeline_exposed + data_each
-        bubble = (stages - 1) / layout.virtual
-        if layout.schedule == "zero-bubble":
-            bubble /= ZERO_BUBBLE
-        average = microbatch if stages == 1 else microbatch - (output.total if with_output else 0.0) * (1 - 1 / stages)
+    def _parts(self, job: Job, stage: StageSeconds, bubble: float) -> tuple[dict[str, float], dict[str, float]]:
+        """Seconds of the parts of a step whose slowest stage is `stage`, and of communication hidden behind them."""
+        microbatches, compute = job.layout.microbatches, stage.compute
         parts = {
             "GEMMs": microbatches * compute.gemm,
             "attention": microbatches * compute.attention,
             "memory-bound": microbatches * compute.memory,
             "casts": microbatches * compute.casts,
-            "recompute": microbatches * recompute,
-            "launches": microbatches * launches,
-            "tensor": microbatches * tensor_exposed,
-            "context": microbatches * context_exposed,
-            "experts": microbatches * experts_exposed,
-            "pipeline": microbatches * pipeline_exposed,
-            "bubble": bubble * average,
-            "data": data + microbatches * data_each,
-            "optimizer": self._optimizer_seconds(job, first),
-            "step": constants.step,
+            "recompute": microbatches * stage.recompute,
+            "launches": microbatches * stage.launches,
+            "tensor": microbatches * stage.tensor_exposed,
+            "context": microbatches * stage.context_exposed,
+            "experts": microbatches * stage.experts_exposed,
+            "pipeline": microbatches * stage.pipeline_exposed,
+            "bubble": bubble,
+            "data": stage.data_once + microbatches * stage.data_each,
+            "optimizer": stage.optimizer,
+            "step": self.efficiency.step,
         }
-        total = sum(parts.values())
-        parts["stragglers"] = total * constants.straggle * math.log2(max(1.0, layout.gpus / self.cluster.gpus_per_node))
+        parts["stragglers"] = sum(parts.values()) * self._straggle(job)
         hidden = {
-            "tensor": microbatches * (tensor - tensor_exposed),
-            "context": microbatches * (context - context_exposed),
-            "experts": microbatches * (experts - experts_exposed),
-            "pipeline": microbatches * (pipeline - pipeline_exposed),
-            "data": data_hidden,
+            "tensor": microbatches * (stage.tensor - stage.tensor_exposed),
+            "context": microbatches * (stage.context - stage.context_exposed),
+            "experts": microbatches * (stage.experts - stage.experts_exposed),
+            "pipeline": microbatches * (stage.pipeline - stage.pipeline_exposed),
+            "data": stage.data_hidden,
         }
         return parts, hidden
 
-    def _layer_seconds(self, job: Job) -> tuple[ComputeSeconds, ComputeSeconds, ComputeSeconds]:
-        """All layers, all feeds alone, and the output layer, for one microbatch on one rank."""
+    def _straggle(self, job: Job) -> float:
+        """Relative growth of a step by its slowest GPU."""
+        return self.efficiency.straggle * math.log2(max(1.0, job.layout.gpus / self.cluster.gpus_per_node))
+
+    def stages(self, job: Job) -> list[tuple[StageSeconds, int]]:
+        """The kinds of pipeline stages of `job`, each with how many there are."""
+        layout = job.layout
+        if layout.gpus > self.cluster.gpus:
+            raise UsageError(
+                f"gpus={layout.gpus} is more than the cluster's {self.cluster.gpus}. Nearest: gpus={self.cluster.gpus}."
+            )
+        return [
+            (self.stage(job, pipeline_stage(job.model, layout, index)), count)
+            for _, index, count in stage_groups(job.model, layout)
+        ]
+
+    def stage(self, job: Job, stage: Stage) -> StageSeconds:
+        """One pipeline stage, with everything that it does for a microbatch and for a step."""
+        model, layout, constants = job.model, job.layout, self.efficiency
+        layers, pipeline = self._layer_seconds(job), pipeline_seconds(job, self.collectives)
+        # modules that predict further tokens are spread like layers
+        extra = 1 + model.predictions / model.layers
+        compute, feeds = ComputeSeconds(), ComputeSeconds()
+        for kind, seconds in layers.mixers.items():
+            compute.add(seconds, extra * stage.mixers.count(kind))
+        mixers = replace(compute)
+        for kind, seconds in layers.feeds.items():
+            feeds.add(seconds, extra * stage.feeds.count(kind))
+        compute.add(feeds, 1)
+        layer_forward = compute.forward
+        if stage.has_output:
+            compute.add(layers.output, 1 + model.predictions)
+        experts_in_stage = extra * stage.feeds.count("E")
+        blocks = sum(letter != "-" for letter in stage.mixers + stage.feeds)
+        if not model.shared_intermediate:
+            blocks -= stage.feeds.count("E")
+        attention_layers = sum(stage.mixers.count(kind) for kind in "AWC")
+        share = layout.recompute_share
+        again = share if layout.recomputes("layer") else 0.0
+        recompute = share * self._recompute_seconds(job, layers, stage, mixers, layer_forward)
+        tensor = extra * blocks * layers.tensor * (1 + again * RECOMPUTED_TENSOR)
+        context = extra * attention_layers * layers.context * (1 + again * RECOMPUTED_CONTEXT)
+        experts_again = share if layout.recomputes("experts") else 0.0
+        experts = experts_in_stage * layers.experts * (1 + experts_again * RECOMPUTED_EXPERTS)
+        tensor_exposed = tensor * (constants.tensor_exposed if layout.overlap_tensor else 1.0)
+        context_exposed = context * constants.context_exposed
+        experts_exposed = experts * (constants.expert_exposed if layout.overlap_experts else 1.0)
+
+        # the device waits for the host, which launches kernels and learns where tokens went
+        busy = compute.total + recompute + tensor_exposed + context_exposed + experts_exposed
+        launch = constants.launch_eager if job.software == "eager" else constants.launch_fused
+        launches = _joined(busy, stage.layers * launch) - busy
+        if experts_in_stage:
+            waiting = constants.expert_sync + constants.expert_each * model.experts / layout.ep
+            static = not job.dropless or job.year >= GRAPHED_EXPERTS_YEAR
+            launches += experts_in_stage * waiting * (constants.expert_graph if static else 1.0)
+        data, data_each, data_hidden = self._data_parallel(job, stage, busy + launches, compute.forward + recompute)
+        return StageSeconds(
+            index=stage.index,
+            compute=compute,
+            recompute=recompute,
+            launches=launches,
+            tensor=tensor,
+            tensor_exposed=tensor_exposed,
+            context=context,
+            context_exposed=context_exposed,
+            experts=experts,
+            experts_exposed=experts_exposed,
+            pipeline=pipeline,
+            pipeline_exposed=self.pipeline_exposed(job),
+            data_each=data_each,
+            data_once=data,
+            data_hidden=data_hidden,
+            optimizer=self._optimizer_seconds(job, stage),
+        )
+
+    def _layer_seconds(self, job: Job) -> LayerSeconds:
+        """One mixer and one feed of each kind, the output layer, and their communication, for one microbatch."""
         layout, model = job.layout, job.model
         key = (
             model, job.sequence, job.precision.name, job.software, job.year, job.trainable, layout.tp,
             layout.sequence_parallel, layout.cp, layout.microbatch, layout.ep, layout.etp, _accumulates(job),
         )  # fmt: skip
         if key not in self._layers:
-            rates = self._rates_for(job)
-            layers, feeds = ComputeSeconds(), ComputeSeconds()
-            for kind in set(model.mixers) - {"-"}:
-                layers.add(mixer_seconds(job, kind, rates), model.mixers.count(kind))
-            for kind in set(model.feeds) - {"-"}:
-                feeds.add(feed_seconds(job, kind, rates), model.feeds.count(kind))
-            output = output_seconds(job, rates)
-            if model.predictions:
-                layers.add(mixer_seconds(job, "A", rates), model.predictions)
-                feeds.add(feed_seconds(job, "E" if model.is_moe else "D", rates), model.predictions)
-                output.add(output, model.predictions)
-            layers.add(feeds, 1)
-            self._layers[key] = (layers, feeds, output)
+            rates, collectives = self._rates_for(job), self.collectives
+            self._layers[key] = LayerSeconds(
+                mixers={kind: mixer_seconds(job, kind, rates) for kind in sorted(set(model.mixers) - {"-"})},
+                feeds={kind: feed_seconds(job, kind, rates) for kind in sorted(set(model.feeds) - {"-"})},
+                output=output_seconds(job, rates),
+                mla_up=_mla_up_seconds(job, rates),
+                tensor=tensor_seconds(job, collectives),
+                context=context_seconds(job, collectives),
+                experts=expert_seconds(job, collectives),
+            )
         return self._layers[key]
 
     def _rates_for(self, job: Job) -> TrainingRates:
@@ -299,34 +355,48 @@ class Planner:
             self._flops[key] = (flops.training, recomputed)
         return self._flops[key]
 
-    def _recompute_seconds(self, job: Job, layers: ComputeSeconds, feeds: ComputeSeconds) -> float:
-        """Seconds of one microbatch in which all layers together run forward passes again."""
+    def _recompute_seconds(
+        self, job: Job, layers: LayerSeconds, stage: Stage, mixers: ComputeSeconds, forward: float
+    ) -> float:
+        """Seconds of one microbatch in which all layers of a stage run forward passes again."""
         layout, model = job.layout, job.model
         if not layout.recompute:
             return 0.0
         if layout.recomputes("layer"):
-            return layers.forward
-        rows, rates = job.microbatch_tokens, self._rates_for(job)
+            return forward
+        rates = self._rates_for(job)
+        passes = job.microbatch_tokens / layout.tp * rates.traffic / rates.bandwidth  # seconds of a byte per token
+        dense, experts = stage.feeds.count("D"), stage.feeds.count("E")
         seconds = 0.0
         for module in layout.recompute:
             if module == "attention":
-                seconds += layers.attention / (1 + BACKWARD_ATTENTION)
-            elif module in ("feed", "experts"):
-                seconds += feeds.forward
-            elif module == "mla_up":
-                seconds += MLA_UP_SHARE * layers.gemm / 3  # forward is a third
+                seconds += mixers.attention / (1 + BACKWARD_ATTENTION)
+            elif module == "ops":
+                seconds += forward - mixers.attention / (1 + BACKWARD_ATTENTION)
+                # every second GEMM is saved
+                gemms = mixers.gemm_forward + sum(
+                    stage.feeds.count(kind) * feed.gemm_forward for kind, feed in layers.feeds.items()
+                )
+                seconds -= gemms / 2
+            elif module == "feed" and dense:
+                seconds += dense * layers.feeds["D"].forward
+            elif module == "experts" and experts:
+                seconds += experts * layers.feeds["E"].forward
+            elif module == "mla_up" and model.kv_rank:
+                seconds += sum(stage.mixers.count(kind) for kind in "AWC") * layers.mla_up
             elif module == "feed_activation":
-                width = model.intermediate + model.active_experts * model.expert_intermediate
-                seconds += model.layers * ACTIVATION_BYTES * rows * width / layout.tp * rates.traffic / rates.bandwidth
+                width = dense * model.intermediate
+                width += experts * (model.active_experts * model.expert_intermediate + model.shared_intermediate)
+                seconds += ACTIVATION_BYTES * width * passes
             elif module == "norm":
-                moved = model.layers * BLOCK_FORWARD * rows * model.hidden
-                seconds += moved / layout.tp * rates.traffic / rates.bandwidth
+                blocks = sum(letter != "-" for letter in stage.mixers + stage.feeds)
+                seconds += blocks * BLOCK_FORWARD / 2 * model.hidden * passes
         return seconds
 
-    def _data_parallel(self, job: Job, first: Stage, microbatch: float, forward: float) -> tuple[float, float, float]:
+    def _data_parallel(self, job: Job, stage: Stage, microbatch: float, forward: float) -> tuple[float, float, float]:
         """Exposed seconds once a step, exposed seconds of each microbatch, and hidden seconds of the step."""
         layout, constants = job.layout, self.efficiency
-        traffic = data_seconds(job, self.collectives, first)
+        traffic = data_seconds(job, self.collectives, stage)
         once, each = traffic.gather + traffic.reduce, traffic.gather_each + traffic.scatter_each
         if not once and not each:
             return 0.0, 0.0, 0.0
@@ -338,12 +408,12 @@ class Planner:
         hidden = gather_hidden + reduce_hidden
         return once - hidden, each - each_hidden, hidden + layout.microbatches * each_hidden
 
-    def _optimizer_seconds(self, job: Job, first: Stage) -> float:
+    def _optimizer_seconds(self, job: Job, stage: Stage) -> float:
         """Seconds of the optimizer: states read and written, gradients read twice, weights written."""
         layout, precision, machine = job.layout, job.precision, self.cluster.machine
         expert_ranks = 1 if layout.sharding == "none" else max(1, layout.edp)
-        updated = first.dense_weights / layout.shard_ranks + first.expert_weights / expert_ranks
-        weights = first.dense_weights + first.expert_weights
+        updated = stage.dense_weights / layout.shard_ranks + stage.expert_weights / expert_ranks
+        weights = stage.dense_weights + stage.expert_weights
         summed = updated if layout.sharding in ("zero2", "zero3", "hsdp") else weights
         moved = updated * (2 * precision.optimizer + precision.parameters) + 3 * summed * precision.gradients
         assert machine.theoretical is not None
@@ -372,6 +442,58 @@ def hidden_behind(communication: float, available: float) -> float:
     return hidden
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSeconds:
+    """What all stages of a job are made of: seconds for one microbatch on one rank."""
+
+    mixers: dict[str, ComputeSeconds]
+    """One mixer of each kind."""
+    feeds: dict[str, ComputeSeconds]
+    output: ComputeSeconds
+    mla_up: float
+    """Forward pass of the up-projections of one latent attention layer."""
+    tensor: float
+    """Tensor parallelism of one block, forward and backward."""
+    context: float
+    """Context parallelism of one attention layer."""
+    experts: float
+    """Dispatch and combine of one expert layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSeconds:
+    """One pipeline stage: seconds for each microbatch, and once per step where that is said."""
+
+    index: int
+    compute: ComputeSeconds
+    recompute: float
+    launches: float
+    tensor: float
+    tensor_exposed: float
+    context: float
+    context_exposed: float
+    experts: float
+    experts_exposed: float
+    pipeline: float
+    pipeline_exposed: float
+    data_each: float
+    data_once: float
+    """Exposed, once per step."""
+    data_hidden: float
+    optimizer: float
+    """Once per step."""
+
+    @property
+    def microbatch(self) -> float:
+        """Seconds of one microbatch."""
+        exposed = self.tensor_exposed + self.context_exposed + self.experts_exposed + self.pipeline_exposed
+        return self.compute.total + self.recompute + self.launches + exposed + self.data_each
+
+    def step(self, microbatches: int) -> float:
+        """Seconds of this stage in one step, without waiting for others."""
+        return microbatches * self.microbatch + self.data_once + self.optimizer
+
+
 @dataclass(slots=True)
 class ComputeSeconds:
     """Seconds of computation, forward and backward together."""
@@ -383,6 +505,7 @@ class ComputeSeconds:
     casts: float = 0.0
     forward: float = 0.0
     """The forward pass of the four."""
+    gemm_forward: float = 0.0
 
     @property
     def total(self) -> float:
@@ -396,6 +519,7 @@ class ComputeSeconds:
         self.memory += times * other.memory
         self.casts += times * other.casts
         self.forward += times * other.forward
+        self.gemm_forward += times * other.gemm_forward
 
 
 class TrainingRates:
@@ -467,6 +591,14 @@ def mixer_seconds(job: Job, kind: str, rates: TrainingRates) -> ComputeSeconds:
     seconds.attention += (1 + BACKWARD_ATTENTION) * scores + 3.0 * traffic
     seconds.forward += scores + traffic
     return seconds
+
+
+def _mla_up_seconds(job: Job, rates: TrainingRates) -> float:
+    seconds = ComputeSeconds()
+    for name, inputs, outputs in attention_matrices(job.model) if job.model.kv_rank else ():
+        if name.endswith("up"):
+            _add_gemm(seconds, rates, float(job.microbatch_tokens), inputs, outputs / job.layout.tp)
+    return seconds.forward
 
 
 def feed_seconds(job: Job, kind: str, rates: TrainingRates) -> ComputeSeconds:
@@ -571,6 +703,7 @@ def _add_gemm(
     forward = flops / rate + traffic / rates.bandwidth
     seconds.gemm += (1.0 + rates.backward) * forward + rates.accumulated * weights / rates.bandwidth
     seconds.forward += forward
+    seconds.gemm_forward += forward
     if rates.quantize and not wide:
         cast = rates.quantize * rows * (2.0 + 2 * size) * inputs / rates.bandwidth
         backward_cast = rates.quantize * rows * (2.0 + 2 * size) * outputs / rates.bandwidth
@@ -612,7 +745,7 @@ class TrainingCollectives:
 
 
 def tensor_seconds(job: Job, collectives: TrainingCollectives) -> float:
-    """Tensor parallelism of all layers for one microbatch, forward and backward.
+    """Tensor parallelism of one block for one microbatch, forward and backward.
 
     With sequence parallelism an all-gather before and a reduce-scatter after each block, and both again backward;
     without it an all-reduce forward and one backward. Routed experts have theirs inside the expert.
@@ -621,18 +754,15 @@ def tensor_seconds(job: Job, collectives: TrainingCollectives) -> float:
     if layout.tp == 1:
         return 0.0
     size = 2.0 * job.microbatch_tokens * model.hidden
-    blocks = sum(letter != "-" for letter in model.mixers + model.feeds)
-    if not model.shared_intermediate:
-        blocks -= model.feeds.count("E")
     if layout.sequence_parallel:
         gather = collectives("all_gather", size, layout.tp, 1)
         scatter = collectives("reduce_scatter", size, layout.tp, 1)
-        return blocks * (2 * gather + 2 * scatter)
-    return blocks * 2 * collectives("all_reduce", size, layout.tp, 1)
+        return 2 * gather + 2 * scatter
+    return 2 * collectives("all_reduce", size, layout.tp, 1)
 
 
 def context_seconds(job: Job, collectives: TrainingCollectives) -> float:
-    """Context parallelism of all layers for one microbatch.
+    """Context parallelism of one attention layer for one microbatch.
 
     Keys and values go around the ring forward and again backward, their gradients with them.
     """
@@ -644,14 +774,13 @@ def context_seconds(job: Job, collectives: TrainingCollectives) -> float:
         channels = model.kv_rank + model.rope_dim
     size = 2.0 * job.microbatch_tokens * max(channels, 1.0)
     hop = collectives("send_recv", size, 2, layout.tp)
-    return model.attention_layers * 3 * (layout.cp - 1) * hop
+    return 3 * (layout.cp - 1) * hop
 
 
 def expert_seconds(job: Job, collectives: TrainingCollectives) -> float:
-    """Expert parallelism of all layers for one microbatch: dispatch and combine, forward and backward."""
+    """Expert parallelism of one expert layer for one microbatch: dispatch and combine, forward and backward."""
     layout, model = job.layout, job.model
-    expert_layers = model.feeds.count("E")
-    if not expert_layers:
+    if not model.is_moe:
         return 0.0
     spread = layout.tp if layout.sequence_parallel else 1
     width = model.latent or model.hidden
@@ -663,7 +792,7 @@ def expert_seconds(job: Job, collectives: TrainingCollectives) -> float:
     if layout.etp > 1:
         size = 2.0 * routed * layout.etp
         inside = collectives("all_gather", size, layout.etp, 1) + collectives("reduce_scatter", size, layout.etp, 1)
-    return expert_layers * 2 * (dispatch + combine + inside)
+    return 2 * (dispatch + combine + inside)
 
 
 def _deduplicated_share(job: Job, domain: int) -> float:

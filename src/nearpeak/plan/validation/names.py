@@ -26,36 +26,19 @@ _MODELS = (  # as they stand in tables, without makers, hyphens between words an
     (r"(meta-)?llama-?3(\.1)?-405b", "llama-3.1-405b"),
     (r"llama-?4-(scout|maverick)(-.*)?", r"llama-4-\1"),
     (r"qwen-?(\d(?:\.\d)?)-(.+)", r"qwen\1-\2"),
-    (r"kimi-k2(-.*)?", "kimi-k2"),
+    (r"kimi-k2(\.\d)?(-.*)?", "kimi-k2"),
+    (r"minimax-m2(\.\d)?(-.*)?", "minimax-m2"),
+    (r"glm-?4\.[567](-355b.*)?", "glm-4.5"),
+    (r"qwen3-coder-480b(-.*)?", "qwen3-coder-480b-a35b"),
     (r"mistral-7b(-.*)?", "mistral-7b"),
     (r"gpt-?oss-(\d+b)", r"gpt-oss-\1"),
     (r"gpt-?3-(.+)", r"gpt-3-\1"),
     (r"13b \(test-13b\.json\)", "gpt-3-13b"),
 )
-_GPUS = (
-    (r"a100.*40gb.*|a100.*-40.*", "a100-sxm-40gb"),
-    (r"a100.*pcie.*", "a100-pcie-80gb"),
-    (r"a100.*", "a100-sxm-80gb"),
-    (r"h100.*pcie.*", "h100-pcie"),
-    (r"h100.*nvl.*", "h100-nvl"),
-    (r"h100.*", "h100-sxm"),
-    (r"h200.*nvl.*", "h200-nvl"),
-    (r"h200.*", "h200-sxm"),
-    (r"h800.*", "h800-sxm"),
-    (r"h20\b.*", "h20"),
-    (r"gh200.*144.*", "gh200-144gb"),
-    (r"gh200.*", "gh200-96gb"),
-    (r"gb300.*", "gb300"),
-    (r"gb200.*", "gb200"),
-    (r"b300.*", "b300"),
-    (r"b200.*", "b200"),
-    (r"rtx[ -]pro[ -]6000.*server.*", "rtx-pro-6000-server"),
-    (r"rtx[ -]pro[ -]6000.*max-q.*", "rtx-pro-6000-max-q"),
-    (r"rtx[ -]pro[ -]6000.*", "rtx-pro-6000"),
-    (r"mi250x.*", "mi250x-gcd"),
-    (r"(mi\d+[xa]).*", r"\1"),
-    (r"(l40s|l40|l4|a10|a40|a30|t4)\b.*", r"\1"),
-)
+_FORMS = ("sxm", "pcie", "nvl", "gcd", "server", "max-q")
+_MAKERS = r"\b(nvidia|amd|instinct|geforce|tesla|quadro|radeon)\b"
+MEMORY_TOLERANCE = 0.08
+"""How far a printed memory size may be from that of the catalogue: GB and GiB differ by 7 %."""
 
 
 @cache
@@ -77,14 +60,53 @@ def model_id(name: str) -> str | None:
 
 @cache
 def gpu_id(name: str) -> str | None:
-    """The id of the catalogue for a GPU as tables name it; None where it is not known."""
-    plain = re.sub(r"^nvidia |^amd |^instinct ", "", name.lower().strip())
-    known = {machine.id for machine in machines.machines()}
+    """The id of the catalogue for a GPU as tables or drivers name it; None where it is not known, or not of that size.
+
+    The family must be named ("A100", "MI300X"). A form (SXM, PCIe) and a memory size that are named must be those of
+    the catalogue; a form that is not named is SXM where there is one, and a size the largest.
+    """
+    plain = re.sub(r"[\s_/()]+", "-", re.sub(_MAKERS, " ", name.lower().rstrip("?")).strip())
+    known = {machine.id: machine for machine in machines.machines()}
     if plain in known:
         return plain
-    for pattern, replacement in _GPUS:
-        match = re.fullmatch(pattern, plain)
-        if match:
-            identifier = match.expand(replacement)
-            return identifier if identifier in known else None
-    return None
+    families = {identifier: _family(identifier) for identifier in known}
+    named = [family for family in set(families.values()) if re.search(rf"(^|-){_short(family)}(?![a-z0-9])", plain)]
+    if not named:
+        return None
+    family = max(named, key=len)
+    candidates = [identifier for identifier in known if families[identifier] == family]
+    forms = {form for form in _FORMS if re.search(rf"(^|-){form}\d?(?![a-z0-9])", plain)}
+    if stated := [identifier for identifier in candidates if forms & set(_forms(identifier))]:
+        candidates = stated
+    size = re.search(r"(\d+)-?gi?b\b", plain)
+    if size:
+        candidates = [
+            identifier for identifier in candidates if _has_memory(known[identifier].memory_bytes, float(size.group(1)))
+        ]
+    order = ("sxm", "", "pcie")
+    return min(
+        candidates,
+        key=lambda identifier: (
+            next((place for place, form in enumerate(order) if form in (*_forms(identifier), "")), len(order)),
+            len(_forms(identifier)),
+            -(known[identifier].memory_bytes or 0),
+        ),
+        default=None,
+    )
+
+
+def _family(identifier: str) -> str:
+    return re.sub(rf"-({'|'.join(_FORMS)}|\d+gb)(?=-|$)", "", identifier)
+
+
+def _forms(identifier: str) -> tuple[str, ...]:
+    return tuple(form for form in _FORMS if re.search(rf"-{form}(-|$)", identifier))
+
+
+def _short(family: str) -> str:
+    """A pattern of the family, in which the name of a series may be left out: "4090" for "rtx-4090"."""
+    return re.sub(r"^rtx-", "(rtx-)?", family)
+
+
+def _has_memory(size: float | None, printed: float) -> bool:
+    return size is None or any(abs(size / unit / printed - 1) <= MEMORY_TOLERANCE for unit in (1e9, 2.0**30))

@@ -2,12 +2,23 @@
 
 const GB = 1e9;
 
+// Layers of each stage: where they do not come out even, the last stage is short, then the first, then others.
+function stageSizes(model, pp) {
+  const most = Math.ceil(model.mixers.length / pp);
+  const sizes = Array(pp).fill(most);
+  const missing = pp * most - model.mixers.length;
+  const last = Math.min(missing, model.output_layers, Math.max(1, most - 1));
+  sizes[pp - 1] -= last;
+  const order = [0, ...Array.from({ length: Math.max(0, pp - 2) }, (_, place) => pp - 2 - place), pp - 1];
+  for (const stage of order.slice(0, missing - last)) sizes[stage] -= 1;
+  return sizes;
+}
+
 // How many layers of each kind a stage has.
 function kindsOf(model, pp, index) {
-  const layers = model.mixers.length;
-  const [whole, rest] = [Math.floor(layers / pp), layers % pp];
-  const start = index * whole + Math.min(index, rest);
-  const end = start + whole + (index < rest ? 1 : 0);
+  const sizes = stageSizes(model, pp);
+  const start = sizes.slice(0, index).reduce((sum, size) => sum + size, 0);
+  const end = start + sizes[index];
   const found = {};
   for (const letter of model.mixers.slice(start, end) + model.feeds.slice(start, end)) {
     if (letter !== "-") found[letter] = (found[letter] ?? 0) + 1;
@@ -71,9 +82,9 @@ function total(parts) {
   return Object.values(parts).reduce((sum, value) => sum + value, 0);
 }
 
-// The fullest one of the first, the last, and the second stage, where the first layers may have no experts.
+// The fullest stage.
 function memoryPeak(model, choice) {
-  const stages = [...new Set([0, Math.min(1, choice.pp - 1), choice.pp - 1])].map((index) => memoryStage(model, choice, index));
+  const stages = Array.from({ length: choice.pp }, (_, index) => memoryStage(model, choice, index));
   return stages.reduce((fullest, stage) => (total(stage) > total(fullest) ? stage : fullest));
 }
 

@@ -15,6 +15,7 @@ from nearpeak.plan.models.model import count_parameters
 from nearpeak.plan.serving.plan import ServingPlan
 from nearpeak.plan.training import memory as arithmetic
 from nearpeak.plan.training.job import Job
+from nearpeak.plan.training.layout import output_layers
 from nearpeak.plan.training.memory import EAGER_LOGITS, EAGER_RUNNING, LOGITS, layer_bytes
 from nearpeak.plan.training.plan import MemoryPlan
 
@@ -57,6 +58,7 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
     data = {
         "mixers": model.mixers,
         "feeds": model.feeds,
+        "output_layers": output_layers(model),
         "weights": {
             **dict.fromkeys("AWC", numbers.attention),
             "M": numbers.state_space,

@@ -9,7 +9,7 @@ from nearpeak.plan.training.job import Job, Precision
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import StageMemory
 from nearpeak.plan.training.plan import MemoryPlan, TrainingPlan
-from nearpeak.plan.training.search import Candidate, Reason, SearchPlan
+from nearpeak.plan.training.search import SLOWEST, Candidate, Reason, SearchPlan
 from nearpeak.plan.training.time import TrainingTime
 from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.picture.bars import Bar, stacked_bars
@@ -424,7 +424,8 @@ def search_document(answer: SearchPlan, top: int = 5) -> Document:
     """The report, with the `top` layouts."""
     search, cluster = answer.search, answer.cluster
     fact = (
-        f"{search.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}, {search.fitting:,} fit; "
+        f"{search.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}, {search.fitting:,} fit and are "
+        f"at most {SLOWEST:g} times slower than the fastest; "
         f"{answer.global_batch} sequences of {answer.sequence} tokens a step."
     )
     if answer.plan is None or search.best is None:
