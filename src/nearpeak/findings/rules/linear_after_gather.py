@@ -1,0 +1,271 @@
+"""A linear layer runs on rows that were repeated before it: before they are repeated, there are fewer of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.step import Step
+from nearpeak.findings.what_if import gemm_op
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.units import seconds
+
+_PRODUCTS = {"aten.mm": ("self", "mat2"), "aten.addmm": ("mat1", "mat2")}
+"""Products of rows with a weight, and the names of these arguments."""
+_COPIES = ("aten.clone", "aten.copy_", "aten._to_copy", "aten.repeat", "aten._unsafe_view")
+MIN_REPEATS = 2.0
+"""With fewer repetitions, the products are no shorter than the additions that come with them."""
+_MAX_CHAIN = 4
+"""So many ops of whole rows between the gather and the product are looked through."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Some columns of the rows that a product reads."""
+
+    columns: int
+    distinct: float
+    """The number of rows before they were repeated."""
+    gather: int | None
+    """The op that repeats them; None where a view does, or nothing."""
+    chain: tuple[int, ...] = ()
+    """Ops on whole rows after it."""
+
+
+@rule("linear-after-gather", needs=["storages"])
+def linear_after_gather(step: Step) -> Iterator[Waste]:
+    """Products of rows with a weight, where parts of the rows are gathered or expanded from fewer."""
+    found = list(_repeated_rows(step))
+    forward = {index for rows in found for index in rows.remaining}
+    for rows in found:
+        remaining = rows.remaining | _in_backward(step, rows, forward)
+        gains = {index: step.time(index) * (1.0 - share) for index, share in remaining.items() if step.time(index)}
+        saved_s, shorter_s = sum(gains.values()), sum(max(0.0, gain) for gain in gains.values())
+        if saved_s <= 0.0:
+            continue
+        # What takes longer than before is taken from what is saved elsewhere.
+        gains = {index: max(0.0, gain) * saved_s / shorter_s for index, gain in gains.items()}
+        adds = len(rows.parts) - 1
+        repeated = [part for part in rows.parts if part.distinct * MIN_REPEATS <= rows.count]
+        fewest = min(part.distinct for part in repeated)
+        known = sum(part.columns for part in repeated)
+        of_columns = "all columns" if known == rows.columns else f"{known} of {rows.columns} columns"
+        yield Waste(
+            title="A linear layer runs on rows that are repeated, each with the same result.",
+            op=rows.product,
+            gains=gains,
+            replaces=True,
+            evidence=f"{step.ops[rows.product].packet} of {rows.count} x {rows.columns} with {rows.columns} x "
+            f"{rows.out_columns}: of its rows, {of_columns} are repeated from {fewest:.0f}, "
+            f"{rows.count / fewest:.1f} times on average. With what repeats and joins them, and in backward, it took "
+            f"{seconds(step.seconds(gains))}.",
+            reasoning=f"On the rows before they are repeated, products take {rows.remaining[rows.product]:.0%} of the "
+            "time; the results are repeated instead" + (", and those of the parts are added." if adds else "."),
+            remedy=_remedy(adds),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """Rows of which some are repeated, and the product that reads them."""
+
+    product: int
+    count: int
+    columns: int
+    out_columns: int
+    parts: Sequence[_Part]
+    remaining: dict[int, float]
+    """The share of the time of each op that is left."""
+
+
+def _repeated_rows(step: Step) -> Iterator[_Rows]:
+    for index, op in enumerate(step.ops):
+        if op.packet not in _PRODUCTS or op.phase != "forward" or op.recomputed or not step.time(index):
+            continue
+        rows, weight = (op.tensor(name) for name in _PRODUCTS[op.packet])
+        if len(rows.shape) != 2 or len(weight.shape) != 2 or not _is_weight(step, index, weight):
+            continue
+        count, out_columns = rows.shape[0], weight.shape[1]
+        joined, parts = _parts(step, index, rows)
+        repeated = [part for part in parts if part.distinct * MIN_REPEATS <= count]
+        if not repeated:
+            continue
+        remaining = {index: _product_share(step, op, count, parts, out_columns)}
+        alone = {index, *([joined] if joined is not None else ()), *(i for part in parts for i in part.chain)}
+        for part in repeated:
+            if part.gather is not None and _is_read_by(step, part.gather, alone):
+                remaining[part.gather] = out_columns / part.columns
+            for between in part.chain:
+                if _is_read_by(step, between, alone):
+                    remaining[between] = part.distinct / count
+        if joined is not None and _is_read_by(step, joined, alone):
+            took = step.time(joined)
+            remaining[joined] = _additions_seconds(step, op.outputs[0], parts) / took if took else 1.0
+        yield _Rows(
+            product=index,
+            count=count,
+            columns=rows.shape[1],
+            out_columns=out_columns,
+            parts=parts,
+            remaining=remaining,
+        )
+
+
+def _product_share(step: Step, op: Op, count: int, parts: Sequence[_Part], out_columns: int) -> float:
+    """What products of the parts take of the time of a product in forward or backward, as good kernels take it."""
+    made = op.outputs[0]
+    over_rows = made.shape[0] != count  # the gradient of the weight
+    gemms = []
+    for part in parts:
+        rows = max(1, int(part.distinct))
+        m, n, k = (out_columns, part.columns, rows) if over_rows else (rows, out_columns, part.columns)
+        gemms.append(gemm_op(1, m, n, k, dtype=made.dtype, tf32=op.tf32_products))
+    whole_s, parts_s = step.expected(op), sum(step.expected(gemm) or 0.0 for gemm in gemms)
+    if whole_s and parts_s:
+        return parts_s / whole_s
+    return sum(part.distinct * part.columns for part in parts) / (count * sum(part.columns for part in parts))
+
+
+def _additions_seconds(step: Step, sums: Tensor, parts: Sequence[_Part]) -> float:
+    """The time in which the results of parts are added: each addition reads a sum and a part, and writes a sum.
+
+    A part that is expanded has few rows to be read.
+    """
+    count, columns = sums.shape
+    last = max(step.trace.storages, default=0)
+    total_s = 0.0
+    for part in sorted(parts, key=lambda part: -part.distinct)[1:]:
+        few = part.gather is None and part.distinct * MIN_REPEATS <= count
+        groups = max(1, int(part.distinct)) if few else count
+        shape, dense = (groups, count // groups, columns), (count // groups * columns, columns, 1)
+        tensors = [
+            Tensor(shape=shape, strides=strides, dtype=sums.dtype, storage=last + number)
+            for number, strides in enumerate((dense, (columns, 0, 1) if few else dense, dense), 1)
+        ]
+        arguments = {"self": tensors[0], "other": tensors[1], "alpha": 1}
+        addition = Op(name="aten.add.Tensor", arguments=arguments, outputs=(tensors[2],))
+        total_s += step.expected(addition) or 0.0
+    return total_s
+
+
+def _remedy(adds: int) -> str:
+    if not adds:
+        return "y = linear(x)[index]  # or linear(x).repeat_interleave(...): before the rows are repeated"
+    return (
+        "y = linear_a(x)[index] + linear_b(x)[:, None] + linear_c(edges)  # one layer for each part, before it is "
+        "repeated,\n# in place of linear(torch.cat([x[index], x.expand(...), edges], dim=-1)); one of them has the bias"
+    )
+
+
+def _is_weight(step: Step, index: int, weight: Tensor) -> bool:
+    """Whether a factor does not depend on the rows: it is older than the step, or a cast of such a tensor."""
+    producer = step.flow.producers[index].get(weight.storage)
+    if producer is None:
+        return True
+    op = step.ops[producer]
+    return op.packet == "aten._to_copy" and op.inputs[0].storage not in step.flow.producers[producer]
+
+
+def _is_read_by(step: Step, index: int, readers: set[int]) -> bool:
+    """Whether the results of an op are read in forward by some ops alone."""
+    return readers.issuperset(step.forward_readers(index)) and not any(
+        tensor.storage in step.flow.results for tensor in step.ops[index].outputs
+    )
+
+
+def _parts(step: Step, index: int, rows: Tensor) -> tuple[int | None, list[_Part]]:
+    """The op that joins columns to the rows that an op reads, if there is one, and these columns."""
+    producer = step.flow.producers[index].get(rows.storage)
+    op = None if producer is None else step.ops[producer]
+    if op is None or producer is None or op.packet != "aten.cat" or not _joins_columns(op):
+        return None, [_part(step, index, rows)]
+    return producer, [_part(step, producer, tensor) for tensor in op.tensors("tensors")]
+
+
+def _joins_columns(op: Op) -> bool:
+    dimensions = len(op.outputs[0].shape)
+    return op.arguments.get("dim") in (-1, dimensions - 1)
+
+
+def _part(step: Step, index: int, tensor: Tensor) -> _Part:
+    """How often the rows of a tensor that an op reads are repeated."""
+    columns = tensor.shape[-1]
+    chain: list[int] = []
+    for _ in range(_MAX_CHAIN):
+        if 0 in tensor.strides[:-1] and (distinct := _unexpanded_rows(tensor)) < tensor.elements / columns:
+            return _Part(columns=columns, distinct=distinct, gather=None, chain=tuple(chain))
+        producer = step.flow.producers[index].get(tensor.storage)
+        if producer is None:
+            break
+        op = step.ops[producer]
+        source = _gathered(op)
+        if source is not None and op.outputs[0].shape[-1] == columns:
+            distinct = _unexpanded_rows(source)
+            return _Part(columns=columns, distinct=distinct, gather=producer, chain=tuple(chain))
+        inside = _row_input(step, producer)
+        if inside is None:
+            break
+        chain.append(producer)
+        index, tensor = producer, inside
+    return _Part(columns=columns, distinct=tensor.elements / max(1, tensor.shape[-1]), gather=None)
+
+
+def _unexpanded_rows(tensor: Tensor) -> float:
+    """The number of rows of a tensor without those that an expanded dimension repeats."""
+    return float(math.prod(size for size, stride in zip(tensor.shape[:-1], tensor.strides[:-1], strict=True) if stride))
+
+
+def _gathered(op: Op) -> Tensor | None:
+    """The tensor whose whole rows an op repeats."""
+    if op.packet == "aten.embedding":
+        return op.tensor("weight")
+    if not op.inputs or not op.outputs or not op.inputs[0].shape or not op.outputs[0].shape:
+        return None
+    source = op.inputs[0]
+    if op.packet == "aten.index_select":
+        dimensions = len(source.shape)
+        return source if op.arguments.get("dim") not in (-1, dimensions - 1) else None
+    if op.packet == "aten.index" and source.shape[-1] == op.outputs[0].shape[-1]:
+        indices = op.arguments.get("indices") or ()
+        return source if len(indices) < len(source.shape) else None
+    if op.packet in _COPIES and source.shape[-1] == op.outputs[0].shape[-1]:
+        return source if 0 in source.strides[:-1] or op.packet == "aten.repeat" else None
+    return None
+
+
+def _row_input(step: Step, index: int) -> Tensor | None:
+    """The one tensor from which an op computes each row by itself; None if it is no such op."""
+    op = step.ops[index]
+    if not op.outputs or op.mutated:
+        return None
+    whole = [tensor for tensor in op.inputs if tensor.elements == op.outputs[0].elements]
+    others = [tensor for tensor in op.inputs if tensor.elements > op.outputs[0].shape[-1] and tensor not in whole]
+    if len(whole) != 1 or others:
+        return None
+    by_rows = step.costs[index].family == "pointwise" or op.packet == "aten.native_layer_norm"
+    return whole[0] if by_rows and whole[0].shape[-1:] == op.outputs[0].shape[-1:] else None
+
+
+def _in_backward(step: Step, rows: _Rows, others: Collection[int]) -> dict[int, float]:
+    """What is left of the backward ops of some ops, which are at their lines, and products or not as they are."""
+
+    def key_of(index: int) -> tuple[str, str, bool]:
+        op = step.ops[index]
+        return op.source, op.module, step.costs[index].family == "matrix"
+
+    shares = {key_of(index): share for index, share in rows.remaining.items() if step.ops[index].source}
+    mixed = {
+        key_of(index)
+        for index, op in enumerate(step.ops)
+        if op.phase == "forward" and index not in others and step.time(index)
+    }
+    left = {}
+    for index, op in enumerate(step.ops):
+        if op.phase != "backward" or op.recomputed or (key := key_of(index)) not in shares or key in mixed:
+            continue
+        is_product = op.packet in _PRODUCTS and len(op.outputs[0].shape) == 2
+        left[index] = _product_share(step, op, rows.count, rows.parts, rows.out_columns) if is_product else shares[key]
+    return left

@@ -1,0 +1,88 @@
+"""Linear layers on repeated rows: what is found, and what the step without them takes."""
+
+import pytest
+import torch
+from gpu_steps import examined, found_in
+from torch.nn import functional
+
+RULE = "linear-after-gather"
+NODES, NEAR, SIZE = 4096, 16, 512
+
+
+def build(program, *, trained=False):
+    def prepare():
+        x = torch.randn(NODES, SIZE, dtype=torch.bfloat16, requires_grad=trained)
+        edges = torch.randn(NODES, NEAR, 64, dtype=torch.bfloat16)
+        index = torch.zeros(NODES, NEAR, dtype=torch.int64)
+        layers = [
+            torch.nn.Linear(columns, SIZE, bias=bias, dtype=torch.bfloat16)
+            for columns, bias in ((SIZE, True), (SIZE, False), (64, False), (2 * SIZE + 64, True))
+        ]
+
+        def step():
+            result = program(x, edges, index, *layers)
+            if trained:
+                result.sum().backward()
+            return result
+
+        return step
+
+    return prepare
+
+
+def seconds_of(step):
+    return sum(op.measured_s for op in step.measured)
+
+
+def gathered(x, edges, index, one, other, third, joint):
+    return one(x[index]).sum(1)
+
+
+def before_gather(x, edges, index, one, other, third, joint):
+    return one(x)[index].sum(1)
+
+
+def repeated(x, edges, index, one, other, third, joint):
+    many = functional.silu(x.repeat_interleave(NEAR, dim=0))
+    return functional.silu(one(many))
+
+
+def before_repeat(x, edges, index, one, other, third, joint):
+    return functional.silu(one(functional.silu(x)).repeat_interleave(NEAR, dim=0))
+
+
+def messages(x, edges, index, one, other, third, joint):
+    heard = x.index_select(0, index.flatten()).view(*index.shape, -1)
+    pairs = torch.cat([x[:, None].expand_as(heard), heard, edges], dim=-1)
+    return functional.silu(joint(pairs)).sum(1)
+
+
+def in_parts(x, edges, index, one, other, third, joint):
+    heard = one(x).index_select(0, index.flatten()).view(*index.shape, -1)
+    return functional.silu(heard + other(x)[:, None] + third(edges)).sum(1)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(
+    ("program", "twin"), [(gathered, before_gather), (repeated, before_repeat), (messages, in_parts)]
+)
+def test_the_saving_is_what_the_layer_before_the_gather_saves(program, twin, trained):
+    seen, mended = (examined(build(item, trained=trained)) for item in (program, twin))
+    saved_s = seconds_of(seen) - seconds_of(mended)
+    (finding,) = found_in(seen, RULE)
+    assert finding.saving_s == pytest.approx(saved_s, rel=0.2)
+    assert found_in(mended, RULE) == []
+
+
+def test_rows_that_are_selected_and_not_repeated_are_fewer_already():
+    def program(x, edges, index, one, other, third, joint):
+        return one(x[index[:, 0]])
+
+    assert found_in(examined(build(program)), RULE) == []
+
+
+def test_rows_that_are_added_up_before_the_layer_are_not_those_of_the_gather():
+    def program(x, edges, index, one, other, third, joint):
+        return one(x[index] + edges.sum(-1, keepdim=True))
+
+    assert found_in(examined(build(program)), RULE) == []
