@@ -460,6 +460,20 @@ def test_masks_leave_registers_for_fewer_programs():
     assert masked.programs < full.programs
 
 
+@pytest.mark.parametrize("centered", [False, True])
+def test_rows_ahead_fit_into_shared_memory(centered):
+    ahead = {}
+    for size in (*range(8, 4096, 56), *range(4096, 16385, 512)):
+        config, block = tuning.backward_heuristic(size, centered=centered), 1 << (size - 1).bit_length()
+        if isinstance(config, BackwardTileConfig):
+            # of three tensors, after an addition, and of the weight
+            copied = (config.stages - 1) * 2 * (3 * config.rows * block + block)
+            ahead[size] = config.stages > 1
+            assert config.programs * copied <= 220 * 2**10
+    assert ahead[1520]
+    assert not ahead[64]
+
+
 @pytest.mark.parametrize(("shape", "width"), [((3, 5656), 8), ((3, 4724), 4), ((3, 4096), 16), ((3, 7), 1)], ids=str)
 def test_the_width_of_loads_follows_from_sizes_and_strides(shape, width):
     x = torch.empty(shape)
