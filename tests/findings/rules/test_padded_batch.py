@@ -179,3 +179,23 @@ def test_a_batch_of_a_data_loader_has_the_line_that_padded_it():
     step = dataclasses.replace(step, trace=dataclasses.replace(step.trace, written_at=written))
     (found,) = found_in(step, "padded-batch")
     assert found.source == "test_padded_batch.py:7"
+
+
+def test_memory_from_another_process_was_made_before():
+    def build():
+        embedding, layer = torch.nn.Embedding(500, WIDTH), torch.nn.Linear(WIDTH, 4 * WIDTH)
+        model = torch.nn.Sequential(embedding, layer)
+        ids = torch.zeros(4, LENGTH, dtype=torch.int64)
+        ids[:, :40] = torch.randint(1, 500, (4, 40))
+
+        def step():
+            received = torch.empty(0, dtype=torch.int64).set_(ids.untyped_storage(), 0, ids.shape)
+            with torch.no_grad():
+                return model(received)
+
+        return step
+
+    step = examined(build, live=True)
+    (found,) = found_in(step, "padded-batch")
+    received, model = (next(op.source for op in step.ops if name in op.name) for name in ("set_", "embedding"))
+    assert found.source == model != received

@@ -118,7 +118,7 @@ def _made_by(step: Step, storage: int, before: int) -> int | None:
         op = step.ops[index]
         is_written = any(tensor.storage == storage for tensor in op.outputs)
         if is_written and all(tensor.storage != storage for tensor in op.inputs):
-            return index
+            return None if "set_" in op.name else index  # memory that another process has filled
     return None
 
 
