@@ -46,9 +46,9 @@ from nearpeak.profiles.profile import (
 from nearpeak.profiles.rates import step_rates
 from nearpeak.profiling.loader_starts import WorkerStarts
 from nearpeak.profiling.steps import is_similar_size
-from nearpeak.trace.kineto.host import PRINTED_TENSOR, HostSpan, line_of_mark
+from nearpeak.trace.kineto.host import PRINTED_TENSOR, HostSpan, generation_of_mark, line_of_mark
 from nearpeak.trace.kineto.kernels import KernelRun
-from nearpeak.trace.kineto.read import KinetoTrace
+from nearpeak.trace.kineto.read import KinetoTrace, without_profiler
 from nearpeak.trace.recorder import without_tf32
 from nearpeak.trace.source import read_excerpts
 from nearpeak.units import seconds
@@ -102,9 +102,15 @@ class StepRecords:
     world_size: int | None = None
     worker_starts: WorkerStarts | None = None
     """What a data loader without persistent workers costs at the ends of epochs."""
+    collections: tuple[float, ...] | None = None
+    """Garbage collections in a clean step, by generation; None if they were not counted."""
 
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The profile: kernel times of the profiled step at the ops of the traced step."""
+        clean = _as_in_clean_steps(self)
+        return clean._profile(machine, ceilings)
+
+    def _profile(self, machine: Machine, ceilings: Ceilings) -> Profile:
         traced = self.traced
         with stage("alignment"):
             to_traced, matched = _align_steps(self.recorded, traced)
@@ -194,6 +200,31 @@ class StepRecords:
         if dataclasses.replace(earlier, later_s=self.later_s, conditions=self.conditions) != self:
             return None
         return dataclasses.replace(profile, later_s=self.later_s, conditions=self.conditions)
+
+
+def _as_in_clean_steps(records: StepRecords) -> StepRecords:
+    """The records without what the profiled step has more than clean ones have."""
+    recorded = records.recorded
+    if records.collections is not None:
+        recorded = _with_usual_collections(recorded, records.collections)
+    wall = records.wall_s or median(list(records.walls))
+    return replace(records, recorded=without_profiler(recorded, wall))
+
+
+def _with_usual_collections(recorded: KinetoTrace, per_step: Sequence[float]) -> KinetoTrace:
+    """What was recorded with as many garbage collections as clean steps have; others are not part of the step.
+
+    The collector counts objects of the whole process: a step that makes few of them has a collection once in a while,
+    and the profiler makes objects too.
+    """
+    left = {generation: round(count) for generation, count in enumerate(per_step)}
+    host = []
+    for span in recorded.host:
+        generation = generation_of_mark(span.name)
+        if generation is not None:
+            left[generation] = left.get(generation, 0) - 1
+        host.append(replace(span, kind="profiler") if generation is not None and left[generation] < 0 else span)
+    return replace(recorded, host=tuple(host))
 
 
 def _lines_of_interest(profile: Profile) -> Iterator[str]:

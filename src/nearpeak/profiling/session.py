@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import dataclasses
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -455,6 +456,10 @@ class Session:
         """The number of captures before this step."""
         self._warm_graphs: int | None = None
         """The number of compiled graphs when warm-up ended for the first time."""
+        self._clean_begun: tuple[Sequence[int], int] = (), 0
+        """Garbage collections and steps before the clean steps."""
+        self._collections: tuple[float, ...] | None = None
+        """Garbage collections in a clean step, by generation."""
         self._compiler: CompilerFacts | None = None
         self._rank: tuple[int, int] | None = None
         """The rank of the process and the number of ranks, when the step was profiled."""
@@ -638,6 +643,7 @@ class Session:
             notes=(*_notes(self.schedule), *(() if self.steps is None else self.steps.notes())),
             compiler=self._compiler,
             worker_starts=self.loaders.costs(),
+            collections=self._collections,
             rank=rank,
             world_size=world_size,
         )
@@ -699,6 +705,11 @@ class Session:
             # Without a wait, the work ended with the step, or while its times were evaluated here; a CPU's always does.
             schedule.device_ended(ended if times and ended - waited_from > IDLE_SYNC_SECONDS else now, times)
             self._watch.end()
+            begun, steps = self._clean_begun
+            self._collections = tuple(
+                (now - before) / max(1, schedule.steps - steps)
+                for before, now in zip(begun, _garbage_collections(), strict=False)
+            )
             self._compiler = read_compiler_facts(self._warm_graphs or 0)
         elif before == "clean again" and after != before:
             if schedule.host_ahead:
@@ -761,6 +772,8 @@ class Session:
             self._events.clear()
             if self.schedule.phase in _CLEAN:
                 self._watch.begin(with_gpu=not again)
+            if not again:
+                self._clean_begun = _garbage_collections(), self.schedule.steps
 
     def _finish(self, now: float, kind: StepKind, graphs: int) -> bool:
         """Ends the profiling or tracing of the step that is over; returns whether the step can be used."""
@@ -855,6 +868,11 @@ class Session:
                     self._live = LiveTrace()
                 except Exception as error:
                     self._untraced_reason = _error_text(error)
+
+
+def _garbage_collections() -> list[int]:
+    """How often Python has collected garbage, by generation."""
+    return [generation["collections"] for generation in gc.get_stats()]
 
 
 def _step_kind(given: StepKind | None, recorded: bool, captured: bool) -> StepKind:

@@ -14,7 +14,7 @@ from nearpeak.trace.kineto.recording import Recording, Span
 HostKind = Literal["profiler", "compilation", "garbage collection", "input", "allocator", "synchronization", "host ops"]
 
 GARBAGE_COLLECTION: Final = "nearpeak: garbage collection"
-"""How the name of the range around a garbage collection begins; see `kineto/marks.py`."""
+"""How the name of the range around a garbage collection begins; its generation follows. See `kineto/marks.py`."""
 STEP_END_WAIT: Final = "nearpeak: end of a step"
 """The name of the range around a synchronization that is nearpeak's own, not the profiled code's."""
 
@@ -109,6 +109,16 @@ def line_of_mark(name: str) -> str:
     ('train.py:41', '')
     """
     return name.rpartition(LINE_SEPARATOR)[2] if LINE_SEPARATOR in name else ""
+
+
+def generation_of_mark(name: str) -> int | None:
+    """The generation in the name of the range around a garbage collection; None where it has none.
+
+    >>> generation_of_mark("nearpeak: garbage collection 2 at train.py:41"), generation_of_mark("ProfilerStep#1")
+    (2, None)
+    """
+    generation = name.removeprefix(GARBAGE_COLLECTION).lstrip()[:1] if name.startswith(GARBAGE_COLLECTION) else ""
+    return int(generation) if generation.isdigit() else None
 
 
 def overhead_calls(recording: Recording) -> list[HostCall]:

@@ -29,7 +29,7 @@ from nearpeak.trace.source import user_line
 
 @contextmanager
 def mark_garbage_collections() -> Iterator[None]:
-    """Inside, each garbage collection on a profiled thread is a range named `GARBAGE_COLLECTION` and the user's line.
+    """Inside, each garbage collection on a profiled thread is a range with its generation and the user's line.
 
     The kind of range is one that bypasses the dispatcher: a collection can begin in the middle of anything, where
     running an operator would not be safe.
@@ -37,14 +37,15 @@ def mark_garbage_collections() -> Iterator[None]:
     open_ranges: list[_RecordFunctionFast] = []
     guard, thread = Guard(), OwnThread()
 
-    def mark(phase: str, _facts: Mapping[str, int]) -> None:
+    def mark(phase: str, facts: Mapping[str, int]) -> None:
         if thread:  # others have no profiler, nor has a forked worker of a data loader
-            guard.call(mark_phase, phase)
+            guard.call(mark_phase, phase, facts["generation"])
 
-    def mark_phase(phase: str) -> None:
+    def mark_phase(phase: str, generation: int) -> None:
         if phase == "start":
             line = user_line()[0]
-            entered = _RecordFunctionFast(f"{GARBAGE_COLLECTION}{LINE_SEPARATOR}{line}" if line else GARBAGE_COLLECTION)
+            name = f"{GARBAGE_COLLECTION} {generation}"
+            entered = _RecordFunctionFast(f"{name}{LINE_SEPARATOR}{line}" if line else name)
             entered.__enter__()
             open_ranges.append(entered)
         elif open_ranges:

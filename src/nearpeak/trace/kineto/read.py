@@ -62,6 +62,7 @@ from nearpeak.trace.kineto.truncated_lists import (
     min_gathered,
     restore_lists,
 )
+from nearpeak.trace.kineto.typical_step import MAX_EVENT_S, RecordedStep, TypicalTimes, typical_times
 from nearpeak.trace.recorder import seen_optimizer
 
 _GATHER_OPERATOR = "aten::index"
@@ -137,8 +138,9 @@ def read_trace(
     """
     if storages not in ("least", "likely"):
         raise UsageError(f"storages={storages!r} is not known. {did_you_mean(str(storages), ('least', 'likely'))}")
-    # With the step before a single one: a call that launches there and not here has lost its kernel.
-    since = f"{STEP_PREFIX}{min(min(among), max(among) - 1)}" if among and step is None else None
+    # With the steps before a single one: a call that launches there and not here has lost its kernel, and what is
+    # usual on a CPU takes several steps to tell.
+    since = f"{STEP_PREFIX}{min(min(among), max(among) - 2)}" if among and step is None else None
     recording = load_recording(path, since=since)
     calls = find_op_calls(recording)
     recording, found_markers = find_markers(recording, calls)
@@ -203,7 +205,7 @@ def read_trace(
         *_left_out_notes(captured, [span for span in earlier if times[id(span)] == -math.inf]),
         *completeness.notes,
     )
-    return KinetoTrace(
+    read = KinetoTrace(
         path=str(path),
         trace=Trace(
             ops=recorded.ops,
@@ -237,6 +239,58 @@ def read_trace(
         compiled_regions=frozenset(
             region.name for region in calls.regions if chosen is None or chosen.start <= region.start < chosen.end
         ),
+    )
+    if spans or chosen is None or not among or recording.truncated:
+        return read
+    before = [item for item in steps if item.start < chosen.start and item.number > 0]  # the first starts the profiler
+    recorded_steps = [_recorded_step(item, calls.calls, recording) for item in (chosen, *before)]
+    return _with_times(read, typical_times(recorded_steps[0], recorded_steps[1:]))
+
+
+def without_profiler(recorded: KinetoTrace, clean_s: float) -> KinetoTrace:
+    """What was recorded on a CPU without the time of the profiler's events, where a clean step takes `clean_s`.
+
+    The step takes as long as before: only the shares of it are other ones.
+    """
+    if recorded.kernels or not recorded.host_events:
+        return recorded
+    step = RecordedStep(
+        names=(),
+        ops=[(start, start + duration) for start, duration in recorded.spans],
+        events=recorded.host_events,
+        seconds=recorded.wall_s,
+    )
+    event_s = (recorded.wall_s - clean_s) / len(recorded.host_events)
+    return _with_times(recorded, typical_times(step, event_s=min(max(event_s, 0.0), MAX_EVENT_S)))
+
+
+def _recorded_step(step: ProfilerStep, calls: Sequence[OpCall], recording: Recording) -> RecordedStep:
+    """The ops of a step on a CPU."""
+    inside = [call.span for call in calls if step.start <= call.span.start < step.end]
+    return RecordedStep(
+        names=tuple(span.name for span in inside),
+        ops=[((span.start - step.start) / 1e6, (span.end - step.start) / 1e6) for span in inside],
+        events=event_starts(recording.threads.values(), step.start, step.end),
+        seconds=(step.end - step.start) / 1e6,
+    )
+
+
+def _with_times(recorded: KinetoTrace, times: TypicalTimes | None) -> KinetoTrace:
+    """What was recorded on a CPU with the times of a typical step."""
+    if times is None:
+        return recorded
+    ops = times.intervals([(start, start + duration) for start, duration in recorded.spans])
+    host = times.intervals([(span.start_s, span.start_s + span.seconds) for span in recorded.host])
+    return replace(
+        recorded,
+        spans=tuple((start, end - start) for start, end in ops),
+        host=tuple(
+            replace(span, start_s=start, seconds=end - start)
+            for span, (start, end) in zip(recorded.host, host, strict=True)
+        ),
+        host_working=tuple(times.intervals(recorded.host_working)),
+        host_events=tuple(map(times.time, recorded.host_events)),
+        host_end_s=times.time(recorded.host_end_s),
     )
 
 
