@@ -127,3 +127,12 @@ def test_no_report_of_a_trace_file_has_more_than_35_lines_of_80_columns(path):
     lines = text(screen(profile_trace(path, on="h200-sxm"))).split("\n")
     assert len(lines) <= MOST_LINES
     assert max(map(len, lines)) <= 80
+
+
+def test_savings_below_three_percent_are_listed_only_when_they_are_asked_for():
+    def listed(*findings):
+        lines = text(screen(dataclasses.replace(PROFILES["made"], findings=findings))).split("\n")
+        return [line.split(" at ")[0].split()[-1] for line in lines if re.match(r"\d\.  ", line)]
+
+    assert listed(finding(share=0.02), finding("repeated-cast", share=0.015)) == []
+    assert listed(finding(share=0.2), finding("repeated-cast", share=0.015)) == ["unfused-norm"]

@@ -27,6 +27,8 @@ from nearpeak.units import percent, seconds
 
 MOST_LINES = 35
 MOST_FINDINGS = 3
+SMALL_SAVING = 0.03
+"""Of the wall time. Less may be within the error of a prediction, and is listed only when it is asked for."""
 SMALLEST_PART = 0.0005
 """Of the wall time. Smaller parts get no bar."""
 _LINES: Mapping[str, int] = {"Step": 2, "Verdict": 4, "Why": 5, "Next": 5}
@@ -68,8 +70,8 @@ def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions
     yield Section(id="waterfall", blocks=(_bars(profile),))
     if "findings" in options.sections:
         yield from findings_sections(profile, findings, options.most_findings)
-    elif findings:
-        yield Section(id="findings", blocks=(_first_findings(profile, findings, remedy_lines),))
+    elif (first := _first_findings(profile, findings, remedy_lines)).items:
+        yield Section(id="findings", blocks=(first,))
     if "ops" in options.sections:
         yield from ranking_section(profile, options)
     yield Paragraph(text=_rest(findings, options))
@@ -95,11 +97,13 @@ def _bars(profile: Profile) -> Table:
 
 
 def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines: int) -> Items:
-    """For each what is saved and where, in one line, and what to write there."""
+    """For each what is saved and where, in one line, and what to write there; small ones are left to `--findings`."""
     trusted = grade_profile(profile).is_trusted
     first = next_finding(profile, findings)
     groups = findings_by_library(findings)
-    shown = groups[:MOST_FINDINGS]
+    shown = [group for group in groups if sum(finding.share for finding in group) >= SMALL_SAVING][:MOST_FINDINGS]
+    if not shown:
+        return Items(title="", items=())
     if first is not None and not any(first in group for group in shown):
         shown[-1] = next(group for group in groups if first in group)
     items = [
