@@ -254,3 +254,31 @@ def test_a_table_that_every_step_builds_on_the_host_costs_what_the_step_without_
     # Short ops on the host are shown as calls that launch the copy.
     line = "train.py:8" if us > 200.0 else "train.py:9"
     assert predicted(profile, "computed-every-step") == {line: pytest.approx(saved(program, twin), rel=0.05)}
+
+
+def converted_on_the_host(kernels):
+    """The trace of a conversion from bytes to float32 on the host, a copy of the result, and kernels that read it."""
+    pixels = Tensor(shape=(8,), strides=(1,), dtype="uint8", storage=1)
+    floats, there, out = (Tensor(shape=(8,), strides=(1,), dtype="float32", storage=number) for number in (2, 3, 4))
+    ops = [
+        Op(name="host._to_copy", arguments={"self": pixels}, outputs=(floats,), source="train.py:8", origin="host"),
+        Op(name="aten._to_copy.default", arguments={"self": floats}, outputs=(there,), source="train.py:9"),
+        *[Op(name="aten.exp.default", arguments={"self": there}, outputs=(out,), source="train.py:10")] * kernels,
+    ]
+    storages = {number: Storage(bytes=32.0, kind="intermediate") for number in (2, 3, 4)}
+    return Trace(
+        ops=tuple(ops),
+        storages={1: Storage(bytes=8.0, kind="input"), **storages},
+        on_host=frozenset({1, 2}),
+        stacks=tuple((op.source,) for op in ops),
+    )
+
+
+def test_a_conversion_on_the_host_costs_its_time_and_that_of_the_larger_copy(tmp_path):
+    kernels = [op(LONG, line=10)] * 20
+    program = [on_host(3000.0, "_to_copy", line=8), to_device(800.0, line=9), *kernels]
+    found = {item.rule: item for item in profiled(program, tmp_path, converted_on_the_host(20)).findings}
+    mended = [to_device(200.0, line=9), op(4.0, line=9), *kernels]
+    real = 1.0 - clean_seconds(mended) / clean_seconds(program)
+    assert found["computed-on-host"].source == "train.py:9"
+    assert found["computed-on-host"].share == pytest.approx(real, rel=0.1)

@@ -6,10 +6,11 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import median
 from typing import Literal
 
 from nearpeak.bound.dataflow import Touches, touches_in
-from nearpeak.bound.expected import OpExpectations, interpolate
+from nearpeak.bound.expected import OpExpectations, interpolate, is_like_measured
 from nearpeak.bound.kernel_models import Gpu, kernel_constants, list_seconds, work_seconds
 from nearpeak.bound.roofline import KernelStream, ResourceSeconds, limiting_resource
 from nearpeak.findings.loops import Loop, find_loops
@@ -26,6 +27,8 @@ from nearpeak.profiles.profile import Profile, ProfiledOp
 StepFact = Literal["storages", "lines", "host", "memory"]
 """What can be known about a step: which tensors share memory, the source lines of ops, what the host did, the peak
 memory."""
+_LARGE_GROUP, _LEAST_GROUPS = 0.01, 3
+"""Ops of one kind that take this share of the step tell its pace, if there are so many kinds."""
 PROFILER_SECONDS_PER_OP = 2e-5
 """The time that the profiler adds to an op on the host, at most."""
 
@@ -170,13 +173,34 @@ class Step:
         matrix_s = sum(op.measured_s for cost, op in zip(self.costs, self.measured, strict=True) if cost.flops)
         return matrix_s / self.profile.kernel_s if self.profile.kernel_s else 0.0
 
+    @cached_property
+    def pace(self) -> float:
+        """By what factor all kernels of a step on a CPU take longer than good ones, at least 1.
+
+        On a machine that is busy, or was calibrated when it was faster, what replaces an op takes longer as well. It is
+        the median over kinds of ops that take a part of the step, and are like a kernel that was measured.
+        """
+        if self.machine.kind != "cpu":
+            return 1.0
+        groups: dict[tuple[str, str], list[ProfiledOp]] = {}
+        for op in self.measured:
+            if op.expected_s and op.measured_s and is_like_measured(op.name, op.family):
+                groups.setdefault((op.name, op.phase), []).append(op)
+        ratios = [
+            took_s / sum(op.expected_s or 0.0 for op in ops)
+            for ops in groups.values()
+            if (took_s := sum(op.measured_s for op in ops)) >= _LARGE_GROUP * self.profile.wall_s
+        ]
+        return max(1.0, median(ratios)) if len(ratios) >= _LEAST_GROUPS else 1.0
+
     def expected(self, op: Op) -> float | None:
-        """The time of a good kernel on this machine, for an op that need not be in the step. Its inputs are not in
-        cache."""
+        """The time of a good kernel on this machine, for an op that need not be in the step, at the pace of the step.
+        Its inputs are not in cache."""
         cost = cost_of(op)
         stream = KernelStream(self.trace, self.machine, "achievable")
         times = stream.seconds(cost.reads, cost.writes, cost.flops, cost.vector_flops, launches=True, op=0)
-        return self._expectations.seconds(op, cost, times) if self._expectations is not None else None
+        seconds = self._expectations.seconds(op, cost, times) if self._expectations is not None else None
+        return None if seconds is None else self.pace * seconds
 
     def expected_fused(self, members: Collection[int], *, kind: str = "pointwise", keep: Collection[int] = ()) -> float:
         """The time of a good kernel that does the work of several ops at once.
@@ -207,14 +231,14 @@ class Step:
         *,
         kind: str = "pointwise",
     ) -> float:
-        """The time of a good kernel for an amount of work, at the efficiency of kernels of some kind."""
+        """The time of a good kernel for an amount of work, at the efficiency of some kind and the pace of the step."""
         if self.machine.kind == "gpu":
             memory, cache, compute, launch = self._least_times(reads, writes, flops, vector_flops)
             seconds = work_seconds(max(memory, cache), compute, kind, kernel_constants().constants)
             return max(seconds, launch)
         bound = self.least(reads, writes, flops, vector_flops)
         points = self._efficiency.get(kind) or self._efficiency.get("any")
-        return interpolate(points, bound) if points else bound
+        return self.pace * (interpolate(points, bound) if points else bound)
 
     def expected_for_lists(
         self,

@@ -133,3 +133,24 @@ def test_a_sparse_gradient_of_bags_is_not_named():
     assert not list(
         dense_embedding_gradient(examined(bags(lambda all_of: torch.optim.SGD(all_of, lr=0.1), sparse=True)))
     )
+
+
+def test_an_optimizer_of_the_tables_alone_that_steps_after_the_end_of_the_step_is_one_of_one_state():
+    def build():
+        table, layer = torch.nn.Embedding(ROWS, WIDTH), torch.nn.Linear(WIDTH, 8)
+        tables = torch.optim.Adagrad(table.parameters(), foreach=True)
+        optimizer = torch.optim.AdamW(layer.parameters())
+        ids = torch.randint(ROWS, (512,))
+        layer(table(ids)).sum().backward()
+
+        def step():  # up to the step of the other optimizer
+            tables.step()
+            tables.zero_grad()
+            layer(table(ids)).sum().backward()
+            optimizer.step()
+
+        return step
+
+    (waste,) = dense_embedding_gradient(examined(build))
+    assert "7 passes" in waste.reasoning
+    assert "SparseAdam" not in waste.remedy

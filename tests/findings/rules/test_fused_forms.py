@@ -249,8 +249,8 @@ def test_on_a_cpu_a_fused_kernel_still_computes_its_transcendental_functions():
         step = examined(build, machine=machine, target=Target(kind="cpu"), times=times)
         return step.profile.wall_s - sum(finding.saving_s for finding in found_in(step, "unfused-pointwise"))
 
-    assert left(machine) == pytest.approx(arithmetic)
-    assert left(before) != pytest.approx(arithmetic)  # without the rate, all that is known is the pace of these ops
+    assert left(machine) == pytest.approx(arithmetic, rel=0.01)  # and the call of compiled code
+    assert left(before) != pytest.approx(arithmetic, rel=0.01)  # without the rate, the pace of these ops is known
 
 
 def test_short_rows_of_a_norm_are_left_to_a_compiler():
@@ -279,3 +279,46 @@ def test_copies_to_the_host_are_no_chain():
     there = next(op.inputs[0].storage for op in seen.ops if op.packet == "aten.copy_")
     trace = dataclasses.replace(seen.trace, on_host=frozenset({there}))
     assert not found_in(dataclasses.replace(seen, trace=trace), "unfused-pointwise")
+
+
+def chain_on_a_cpu(elements, fn, times=lambda op, expected: expected):
+    """What is found about some pointwise ops of one tensor on a slow CPU."""
+
+    def build():
+        x = torch.randn(elements)
+        return lambda: fn(x)
+
+    step = examined(build, machine=slow_cpu(), target=Target(kind="cpu"), times=times)
+    return found_in(step, "unfused-pointwise")
+
+
+def test_on_a_cpu_the_call_of_compiled_code_costs_more_than_some_small_ops():
+    def ops(x):
+        return ((x + 1) * 2 - 3).neg().abs() + x
+
+    assert not chain_on_a_cpu(64, ops)
+    assert chain_on_a_cpu(1 << 22, ops)
+
+
+def test_on_a_cpu_fused_random_numbers_are_as_slow_as_others():
+    def ops(x):
+        return (torch.empty_like(x).exponential_() * x + 1).neg()
+
+    def slow(op, expected):
+        return 0.2 if op.packet == "aten.exponential_" else expected
+
+    assert not chain_on_a_cpu(1 << 22, ops, slow)
+
+
+def test_products_between_small_ops_make_several_calls_of_compiled_code():
+    weight = torch.randn(8, 8)
+
+    def ops(x, products):
+        for _ in range(12):
+            x = (x + 1) * 2 - 3
+            x = x + (x @ weight).sum() if products else x.neg()
+        return x
+
+    together = chain_on_a_cpu((400, 8), lambda x: ops(x, products=False))
+    apart = chain_on_a_cpu((400, 8), lambda x: ops(x, products=True))
+    assert together and not apart

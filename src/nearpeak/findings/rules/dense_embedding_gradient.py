@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
@@ -39,10 +39,12 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
             continue
         table = step.ops[lookup].tensor("weight")
         shares, touched = _optimizer(step, {table.storage, gradient.storage}, gradient.elements)
-        states = sum(_stays(step, storage) for storage in touched - {table.storage, gradient.storage})
+        written = {storage for member in shares for storage in step.flow.written_by[member]}
+        # A gradient of the step before is read, and not written: a second optimizer may step after the step's end.
+        states = sum(_stays(step, storage) for storage in (touched & written) - {table.storage, gradient.storage})
         if (
             states not in _PASSES
-            or (states == 1 and not _is_adagrad(step))
+            or (states == 1 and not _is_adagrad(step, shares))
             or not shares
             or not _only_looked_up(step, table, gradient, index)
         ):
@@ -87,9 +89,11 @@ def _lookup(step: Step, backward: int) -> int | None:
     return None
 
 
-def _is_adagrad(step: Step) -> bool:
+def _is_adagrad(step: Step, update: Collection[int]) -> bool:
     """Whether the one state of each parameter is a sum of squares, which can be kept for the used rows alone."""
-    return [optimizer.name for optimizer in step.trace.optimizers] == ["torch.optim.Adagrad"]
+    names = {optimizer.name for optimizer in step.trace.optimizers}
+    takes_root = any("sqrt" in step.ops[index].packet for index in update)  # momentum does not
+    return "torch.optim.Adagrad" in names and "torch.optim.RMSprop" not in names and takes_root
 
 
 def _stays(step: Step, storage: int) -> bool:

@@ -64,7 +64,7 @@ def pageable_copy(step: Step) -> Iterator[Waste]:
 
 def copies_from_host(step: Step, where: str) -> bool:
     """Whether ops at a place copy from host to device memory; False if storages are not known."""
-    return any(op.place == where and _is_copy_to_device(step, op) for op in step.ops)
+    return any(op.place == where and is_copy_to_device(step, op) for op in step.ops)
 
 
 def copies_to_host(step: Step, where: str) -> bool:
@@ -82,12 +82,13 @@ def copies_to_host(step: Step, where: str) -> bool:
 def _copies_by_place(step: Step) -> dict[str, list[int]]:
     copies: dict[str, list[int]] = {}
     for index, op in enumerate(step.ops):
-        if _is_copy_to_device(step, op):
+        if is_copy_to_device(step, op):
             copies.setdefault(op.place, []).append(index)
     return copies
 
 
-def _is_copy_to_device(step: Step, op: Op) -> bool:
+def is_copy_to_device(step: Step, op: Op) -> bool:
+    """Whether an op copies from host to device memory; False if storages are not known."""
     written = op.written
     return (
         op.packet in COPIES

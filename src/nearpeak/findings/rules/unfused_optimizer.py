@@ -39,7 +39,7 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
         if not needed_bytes or (moved_bytes < PASSES * needed_bytes and len(alone) < SINGLE_OPS):
             continue
         took = step.seconds(passing)
-        expected = sum(step.measured[index].expected_s or 0.0 for index in passing)
+        expected = step.pace * sum(step.measured[index].expected_s or 0.0 for index in passing)
         item_bytes = min(
             (tensor.item_bytes for index in passing for tensor in step.ops[index].inputs if tensor.elements > 1),
             default=4.0,

@@ -100,7 +100,14 @@ def _waste(step: Step, region: Region) -> Waste | None:
     members = ops_that_launch(step, region.members)
     kind = "reduction" if any(step.costs[index].family == "reduction" for index in members) else "pointwise"
     # Kernels that are slower than others of their kind stay so: because of their strides, for example.
-    saving = fusion_saving(step, region, times=measured_over_expected(step, members), kinds=(kind, kind))
+    function = _torch_function(step, region)
+    saving = fusion_saving(
+        step,
+        region,
+        times=measured_over_expected(step, members),
+        kinds=(kind, kind),
+        compiled=not function,
+    )
     if saving.measured_s - saving.remaining_s < LEAST_SAVED * saving.measured_s:
         return None
     lines = sorted({step.ops[index].source for index in members} - {""})
@@ -112,7 +119,10 @@ def _waste(step: Step, region: Region) -> Waste | None:
         evidence=saving.evidence(step, f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""),
         reasoning=f"{saving.kernels} that reads and writes only what others need would take "
         f"{seconds(saving.remaining_s)}.",
-        remedy=_remedy(step, region),
+        remedy=f"y = {function}  # it is in these lines, written out; or compile them"
+        if function
+        else "Put these lines into a function of its own and compile it:\n"
+        "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
     )
 
 
@@ -135,17 +145,13 @@ _TORCH_FUNCTIONS = (
 )
 
 
-def _remedy(step: Step, region: Region) -> str:
-    """A function of torch's that does the same, if the ops are one written out; else a compiled function."""
+def _torch_function(step: Step, region: Region) -> str:
+    """A call of a function of torch's that does the same, if the ops are one written out; else ""."""
     ops = [step.ops[index] for index in sorted(region.forward)]
-    function = next((known.call for known in _TORCH_FUNCTIONS if _is_written_out(known, ops)), None)
-    if function is None and _multiplies_by_its_sigmoid(ops):
+    function = next((known.call for known in _TORCH_FUNCTIONS if _is_written_out(known, ops)), "")
+    if not function and _multiplies_by_its_sigmoid(ops):
         function = "torch.nn.functional.silu(x)"
-    compiled = (
-        "Put these lines into a function of its own and compile it:\n"
-        "@torch.compile\ndef fused(...):  # the lines named above\n    ..."
-    )
-    return compiled if function is None else f"y = {function}  # it is in these lines, written out; or compile them"
+    return function
 
 
 def _is_written_out(function: _TorchFunction, ops: Sequence[Op]) -> bool:
