@@ -57,7 +57,7 @@ def head_maxima_kernel(
     tl.atomic_max(maxima + head_index, largest.to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "padded"])
+@triton.jit(do_not_specialize=["tokens", "heads"])
 def quantize_heads_kernel(
     x, maxima, result, scales, batch_stride, head_stride, stride, tokens, heads, padded,
     DIM: tl.constexpr, BLOCK: tl.constexpr, TRANSPOSED: tl.constexpr,
