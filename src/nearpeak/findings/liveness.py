@@ -37,7 +37,7 @@ def dead_work(step: Step) -> DeadWork:
     ends: dict[int, list[int]] = {}
     for gradient in gradients:
         ends.setdefault(gradient.storage, []).append(gradient.op)
-    left = _left_storages(step)
+    left = left_storages(step)
     dead: set[int] = set()
     parts: dict[int, frozenset[int]] = {}
     for index in range(len(step.ops) - 1, -1, -1):
@@ -129,7 +129,7 @@ def _updates_parameters(step: Step) -> bool:
     )
 
 
-def _left_storages(step: Step) -> set[tuple[int, int]]:
+def left_storages(step: Step) -> set[tuple[int, int]]:
     """Ops, and storages that they allocated and that are there when the step ends."""
     if step.trace.lives is None:
         return set()

@@ -89,3 +89,33 @@ def test_sampled_probabilities_that_somebody_keeps_are_needed():
         return tokens.gather(-1, likely.cumsum(-1).multinomial(1)), likely
 
     assert not found_in(examined(sorting(keeps)), "sorted-for-few")
+
+
+LABELS = torch.arange(ROWS)[:, None]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x.argsort(dim=1, descending=True) == LABELS).int().argmax(dim=1),
+        lambda x: (x.sort(dim=-1).indices == LABELS).nonzero(),
+        lambda x: (x[:, :500].argsort(dim=1) == LABELS).float().argmax(dim=1),
+        lambda x: (x.argsort(dim=1) == 7).int().argmax(dim=1),
+    ],
+)
+def test_a_rank_needs_no_sort(fn):
+    (finding,) = found_in(examined(sorting(fn)), "sorted-for-few")
+    assert "the rank of one" in finding.title and "gather" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x.argsort(dim=1) == torch.arange(LENGTH)).sum(),
+        lambda x: (order := x.argsort(dim=1), order == LABELS),
+        lambda x: (lambda order: (order == LABELS).sum() + order.sum())(x.argsort(dim=1)),
+    ],
+    ids=["compared with all", "returned", "used otherwise"],
+)
+def test_orders_that_are_used_otherwise(fn):
+    assert not [finding for finding in found_in(examined(sorting(fn))) if "the rank of one" in finding.title]

@@ -80,8 +80,8 @@ def _read(step: Step, index: int) -> float | None:
         op = step.ops[reader]
         for tensor in op.inputs:
             if tensor.storage == out.storage:
-                if not tensor.shape or tensor.shape[-1] != out.shape[-1]:
-                    return None  # a part of the columns
+                if not tensor.shape or (tensor.shape[-1], tensor.strides[-1]) != (out.shape[-1], out.strides[-1]):
+                    return None  # a part of the columns, or a diagonal
                 elements_read = tensor.elements
                 if (
                     step.costs[reader].family == "indexing"

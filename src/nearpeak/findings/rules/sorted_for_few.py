@@ -1,4 +1,4 @@
-"""All elements are sorted, and only the largest few are used: finding those takes less time than sorting the rest."""
+"""All elements are sorted for the largest few, or for the rank of one: finding those takes less time than sorting."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from nearpeak.units import seconds
 _SORTS = ("aten.sort", "aten.argsort", "aten.msort")
 _LEAST = 1024
 """Elements of a row. Shorter rows are sorted about as fast as they are searched."""
+_LEAST_FOR_RANK = 64
+"""Elements of a row that are compared faster than sorted."""
 SAMPLED = 1024
 """Tokens to sample from, with the remedy: those beyond have next to no probability together."""
 _DRAWS = ("aten.multinomial", "aten.argmax", "aten.searchsorted")
@@ -31,6 +33,9 @@ def sorted_for_few(step: Step) -> Iterator[Waste]:
         rows = op.tensor("self")
         dim = int(op.arguments.get("dim", -1)) % max(1, len(rows.shape))
         length = rows.shape[dim] if rows.shape else 0
+        if length >= _LEAST_FOR_RANK and _is_for_rank(step, index, dim):
+            yield _for_rank(step, index, dim, length)
+            continue
         if length < _LEAST:
             continue
         few = _elements_read(step, index, dim, length)
@@ -57,6 +62,44 @@ def _for_few(step: Step, index: int, dim: int, length: int, few: int) -> Iterato
         reasoning=f"torch.topk finds the same elements, in order, in {seconds(after)}.",
         remedy=f"values, indices = x.topk({few}, dim={op.arguments.get('dim', -1)}"
         f"{'' if largest else ', largest=False'})  # sorted, in place of sort",
+    )
+
+
+def _is_for_rank(step: Step, index: int, dim: int) -> bool:
+    """Whether the order of a sort is only compared with one index of each row: that asks where the index stands."""
+    order = step.ops[index].outputs[-1]
+    if any(is_kept(step, index, output) for output in step.ops[index].outputs):
+        return False
+    readers = step.flow.consumers[index]
+    return bool(readers) and all(
+        step.ops[reader].packet == "aten.eq"
+        and order.storage in step.flow.read_by[reader]
+        and _is_one_of_each_row(step.ops[reader], order, dim)
+        for reader in readers
+    )
+
+
+def _is_one_of_each_row(op: Op, order: Tensor, dim: int) -> bool:
+    whole, *others = sorted(op.inputs, key=lambda tensor: tensor.storage != order.storage)
+    if whole.shape != order.shape or len(others) > 1:
+        return False
+    place = dim - len(order.shape)
+    return not others or len(others[0].shape) < -place or others[0].shape[place] == 1 or others[0].strides[place] == 0
+
+
+def _for_rank(step: Step, index: int, dim: int, length: int) -> Waste:
+    """A comparison with the score itself in place of a sort; it is made of all scores, as that of all indices was."""
+    op, took = step.ops[index], step.time(index)
+    greater = ">" if op.arguments.get("descending", False) else "<"
+    return Waste(
+        title=f"All {length:,} elements of each row are sorted, to find the rank of one.",
+        op=index,
+        gains={index: took},
+        evidence=f"{op.packet} of {shape_text(op.tensor('self').shape)} takes {seconds(took)}; its order is only "
+        "compared with an index of each row.",
+        reasoning="The rank of an element is the number of those before it: the elements are compared instead of their "
+        "places, which takes as long, and the sort goes away.",
+        remedy=f"rank = (x {greater} x.gather({dim}, index)).sum({dim})  # index has one element of each row",
     )
 
 
