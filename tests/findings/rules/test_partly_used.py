@@ -109,8 +109,14 @@ def test_kinds_of_ops(fn, packet):
         lambda a: a.softmax(0)[:4].neg(),
         lambda a: a.cumsum(0)[-1:].neg(),
         lambda a: a.exp()[: len(a) * 3 // 4].neg(),
+        lambda a: a.exp()[:0].neg(),
+        lambda a: a.exp()[torch.arange(0)].neg(),
+        lambda a: a.mean().sum(0).neg(),
     ],
-    ids=["all parts", "both halves", "all elsewhere", "a view that is kept", "along the dimension", "a scan", "most"],
+    ids=[
+        *("all parts", "both halves", "all elsewhere", "a view that is kept", "along the dimension", "a scan", "most"),
+        *("nothing", "no index", "a number"),
+    ],
 )
 def test_what_is_used_as_a_whole(fn):
     def build():

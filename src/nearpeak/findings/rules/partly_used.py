@@ -200,6 +200,8 @@ def _picked(op: Op) -> tuple[Tensor, Sizes] | None:
         rows = op.inputs[1].elements
     else:
         return None
+    if not table.elements:
+        return None
     sizes = list(table.shape)
     for place in reversed(places):  # as many of the last dimension as there are, then of the one before
         sizes[place], rows = min(sizes[place], rows), max(1, math.ceil(rows / sizes[place]))
@@ -236,7 +238,7 @@ def _coverage(whole: Tensor, view: Tensor) -> Sizes | None:
     order = sorted(
         (place for place, size in enumerate(whole.shape) if size > 1), key=lambda place: whole.strides[place]
     )
-    if any(whole.strides[place] == 0 for place in order) or view.dtype != whole.dtype:
+    if any(whole.strides[place] == 0 for place in order) or view.dtype != whole.dtype or not view.elements:
         return None
     sizes = [1] * len(whole.shape)
     for size, stride in zip(view.shape, view.strides, strict=True):
@@ -302,7 +304,7 @@ def _reduced_dims(step: Step, index: int, used: Sizes) -> list[tuple[Tensor, dic
 def _before_reduction(op: Op, dims: dict[int, int]) -> list[tuple[Tensor, dict[int, int]]] | None:
     whole = op.tensor("self")
     given = op.arguments.get("dim")
-    if given is None:
+    if given is None or not whole.shape:
         return None
     gone = {int(place) % len(whole.shape) for place in (given if isinstance(given, (tuple, list)) else (given,))}
     left = (
