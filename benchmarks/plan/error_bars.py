@@ -1,14 +1,18 @@
-"""Writes the error bars of training plans: the mean error by kind of model and generation of GPUs, sources left out.
+"""Writes the ranges of training plans: quantiles of measured over predicted step time, sources left out.
 
     python -m benchmarks.plan.error_bars
 
-To be run after `benchmarks.plan.fit_training`.
+To be run after `benchmarks.plan.fit_training`. The runs of a source resemble each other, so every source counts with
+the root of its runs. A range from the other sources is then tried on each source in turn, and widened about its middle
+until it holds `NOMINAL` of the runs of sources that had no part in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -18,25 +22,74 @@ from nearpeak.plan.validation.training import validate_training
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
 FILE = ROOT / "src" / "nearpeak" / "plan" / "training" / "training_error_bars.json"
+NOMINAL = 0.8
+"""Share of the runs of an unseen source that a range holds."""
+Ratio = tuple[str, float]
+"""A source, and the logarithm of measured over predicted step time."""
+
+
+def quantiles(ratios: Sequence[Ratio]) -> tuple[float, float]:
+    """The weighted quantiles between which `NOMINAL` of the ratios lie."""
+    rows: dict[str, int] = {}
+    for source, _ in ratios:
+        rows[source] = rows.get(source, 0) + 1
+    ranked = sorted((value, rows[source] ** -0.5) for source, value in ratios)
+    total = sum(weight for _, weight in ranked)
+    ends, passed = [], 0.0
+    for share in ((1 - NOMINAL) / 2, (1 + NOMINAL) / 2):
+        passed = 0.0
+        for value, weight in ranked:
+            passed += weight
+            if passed >= share * total:
+                ends.append(value)
+                break
+    return ends[0], ends[1]
+
+
+def coverage(ratios: Sequence[Ratio], widening: float) -> float:
+    """Share of runs in the range of the other sources, widened; every source counts with the root of its runs."""
+    inside = weights = 0.0
+    for source in sorted({name for name, _ in ratios}):
+        others = [item for item in ratios if item[0] != source]
+        own = [value for name, value in ratios if name == source]
+        low, high = _widened(*quantiles(others), widening) if others else (-math.inf, math.inf)
+        weight = len(own) ** 0.5
+        inside += weight * fmean(low <= value <= high for value in own)
+        weights += weight
+    return inside / weights
+
+
+def _widened(low: float, high: float, widening: float) -> tuple[float, float]:
+    middle, half = (low + high) / 2, widening * (high - low) / 2
+    return middle - half, middle + half
 
 
 def groups() -> dict[str, dict[str, float]]:
-    """Error and number of runs by group."""
-    errors_by_group: dict[str, list[float]] = {}
+    """The range, the mean error and the number of runs by kind of model."""
+    ratios: dict[str, list[Ratio]] = {}
     for row in validate_training(RUNS, left_out=True).rows:
-        model, machine = row.run.job.model, row.run.cluster.machine
-        for name in ("all runs", error_group(model), error_group(model, machine)):
-            errors_by_group.setdefault(name, []).append(abs(row.error))
-    return {
-        name: {"error": round(fmean(errors), 4), "rows": len(errors)}
-        for name, errors in sorted(errors_by_group.items())
-    }
+        ratios.setdefault(error_group(row.run.job.model), []).append((row.run.group, -math.log1p(row.error)))
+    result = {}
+    for name, values in sorted(ratios.items()):
+        widening = next(step / 20 for step in range(20, 100) if coverage(values, step / 20) >= NOMINAL)
+        low, high = _widened(*quantiles(values), widening)
+        result[name] = {
+            "error": round(fmean(abs(math.expm1(-value)) for _, value in values), 4),
+            "low": round(math.exp(low), 4),
+            "high": round(math.exp(high), 4),
+            "coverage": round(coverage(values, widening), 4),
+            "rows": len(values),
+        }
+    return result
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    about = "Mean absolute error of step times on benchmarks/measurements/measured_training.csv, each source predicted "
-    about += "by constants fitted without it. Written by benchmarks.plan.error_bars."
+    about = (
+        "Measured over predicted step times of benchmarks/measurements/measured_training.csv, each source predicted "
+    )
+    about += "by constants fitted without it; coverage: of sources that had no part in the range. Written by "
+    about += "benchmarks.plan.error_bars."
     FILE.write_text(json.dumps({"about": about, "groups": groups()}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from nearpeak.plan.cluster.collectives import CollectiveTimes
 from nearpeak.plan.training.efficiency import Efficiency
 from nearpeak.plan.training.time import Planner
-from nearpeak.plan.validation.training import MeasuredTraining, read_training
+from nearpeak.plan.validation.training import MeasuredTraining, planner_key, read_training
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "measurements" / "measured_training.csv"
@@ -46,7 +46,7 @@ def predict(rows: list[MeasuredTraining], constants: Efficiency) -> np.ndarray:
     result = []
     for row in rows:
         cluster = row.cluster
-        key = (cluster.machine.id, cluster.gpus, cluster.network_name)
+        key = planner_key(cluster)
         if key not in planners:
             times = _TIMES.setdefault(key, CollectiveTimes(cluster))
             planners[key] = Planner(cluster, constants, times)

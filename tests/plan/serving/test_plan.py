@@ -65,3 +65,12 @@ def test_other_modes_come_along():
     assert plan.disaggregated is not None and plan.speculative is not None
     assert plan.speculative.tokens_per_step == pytest.approx(2.533)
     json.dumps(to_json(plan))
+
+
+def test_replicas_without_a_request_do_not_count() -> None:
+    load = Load(prompt=1024, output=256, concurrency=1)
+    plan = serving_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), load)
+    assert plan.replicas == 1
+    for choice in plan.choices:
+        if choice.serving is not None:
+            assert choice.tokens_per_second <= 1.01 / choice.serving.tpot

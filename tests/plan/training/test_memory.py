@@ -175,3 +175,8 @@ def test_a_job_that_makes_no_sense_is_an_error() -> None:
         replace(job(), trainable=2.0)
     with pytest.raises(UsageError, match="eager"):
         replace(job(), software="eagar")  # type: ignore[arg-type]
+
+
+def test_a_loss_of_single_operators_has_its_softmax_and_gradient_in_memory() -> None:
+    fused, unfused = (memory(replace(job(), software=software)).logits for software in ("fused", "unfused"))
+    assert unfused / fused == pytest.approx(12 / 6.5)

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from nearpeak.plan.validation.training import MeasuredTraining, read_training
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.models.catalogue import get_model
+from nearpeak.plan.training.job import Job
+from nearpeak.plan.training.layout import Layout, Sharding
+from nearpeak.plan.training.time import training_time
+from nearpeak.plan.validation.training import MeasuredTraining, planner_key, read_training
 
 ROW = {
     "id": "a-1",
@@ -106,3 +111,84 @@ def test_fine_tuning_keeps_moments_in_32_bits(tmp_path: Path) -> None:
     row = {"framework": "Megatron-Bridge (2026)", "precision": "fp8 current scaling", "model": "llama3-70b"}
     assert read(tmp_path, **row, tp="8").job.precision.moments == 4
     assert read(tmp_path, **row | {"model": "llama3-70b+sft"}, tp="8").job.precision.moments == 8
+
+
+def test_a_local_batch_is_no_microbatch_of_a_pipeline(tmp_path: Path) -> None:
+    layout = read(tmp_path, gpus="64", pp="8", tp="8", gbs_seqs="8", mbs_seqs="8").job.layout
+    assert (layout.microbatch, layout.microbatches) == (1, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "group"),
+    (
+        ("FSDP2, no reshard", "shard_grad_op", 0),
+        ("FSDP (reshard_after_forward=False)", "shard_grad_op", 0),
+        ("SHARD_GRAD_OP/DEFAULT", "shard_grad_op", 0),
+        ("ZeRO-1 over all of DP (-1)", "zero1", 0),
+        ("ZeRO-1 in groups of 8", "zero1", 8),
+        ("HSDP 8", "hsdp", 8),
+        ("zero3", "zero3", 0),
+        ("ZeRO-2", "zero2", 0),
+    ),
+)
+def test_kinds_of_sharding(tmp_path: Path, text: str, kind: str, group: int) -> None:
+    layout = read(tmp_path, sharding=text).job.layout
+    assert (layout.sharding, layout.shard_group) == (kind, group)
+
+
+def test_float8_is_no_bf16(tmp_path: Path) -> None:
+    assert read(tmp_path, precision="float8").job.precision.name == "fp8"
+    assert read(tmp_path, precision="float8 rowwise").job.precision.name == "fp8-row"
+
+
+def test_a_known_model_needs_no_dimensions_and_keeps_its_latent_attention(tmp_path: Path) -> None:
+    run = read(tmp_path, model="deepseek-v3", gpus="256", ep="8", pp="8", gbs_seqs="2048", heads="128", kv_heads="128")
+    assert run.job.model.kv_rank == 512
+    assert read(tmp_path, layers="4").job.model.layers == 4
+    assert read(tmp_path, vocab="128512").job.model.vocabulary == 128256  # padded
+    assert read(tmp_path, vocab="32000").job.model.vocabulary == 32000
+
+
+def test_memory_has_a_unit_and_a_meaning(tmp_path: Path) -> None:
+    plain = read(tmp_path, peak_mem_gib="50")
+    assert (plain.memory, plain.memory_meaning) == (50 * 2**30, "reserved")
+    stated = read(tmp_path, peak_mem_gib="50", mem_kind="max allocated GB as printed")
+    assert (stated.memory, stated.memory_meaning) == (50e9, "allocated")
+
+
+def test_power_limits_do_not_share_a_planner(tmp_path: Path) -> None:
+    full, limited = read(tmp_path), read(tmp_path, gpu="H100-80GB-SXM 500W")
+    assert planner_key(full.cluster) != planner_key(limited.cluster)
+
+
+@pytest.mark.parametrize(
+    ("text", "modules", "share"),
+    (
+        ("full", ("layer",), 1.0),
+        ("none", (), 1.0),
+        ("selective (op)", ("ops",), 1.0),
+        ("selective, every 2nd layer", ("layer",), 0.5),
+        ("full, 4 of 32 layers", ("layer",), 0.125),
+        ("moe+layernorm", ("experts", "norm"), 1.0),
+    ),
+)
+def test_recomputation(tmp_path: Path, text: str, modules: tuple[str, ...], share: float) -> None:
+    layout = read(tmp_path, recompute=text).job.layout
+    assert (layout.recompute, layout.recompute_share) == (modules, share)
+
+
+def test_recomputation_that_is_not_understood_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="is not understood"):
+        read(tmp_path, recompute="some of it")
+
+
+def test_zero2_gathers_its_weights_once_a_step() -> None:
+    cluster, model = Cluster.of("h100-sxm x 8"), get_model("llama-3-8b")
+
+    def data(sharding: Sharding, batch: int) -> float:
+        layout = Layout(gpus=8, global_batch=batch, sharding=sharding, overlap_gradients=False)
+        return training_time(Job(model=model, layout=layout, sequence=512), cluster).parts["data"]
+
+    # each further microbatch scatters its gradients; only FSDP gathers weights for it, too
+    assert data("zero2", 16) - data("zero2", 8) < data("shard_grad_op", 16) - data("shard_grad_op", 8)
+    assert data("zero2", 8) == pytest.approx(data("shard_grad_op", 8))

@@ -47,7 +47,7 @@ def test_peaks_of_memory(validation: TrainingValidation) -> None:
     assert len(errors) == 39
     assert sum(map(abs, errors)) / len(errors) < 0.07
     assert min(errors) > -0.075
-    assert sum(error < -0.04 for error in errors) <= 2
+    assert sum(error < -0.04 for error in errors) <= 3
 
 
 def test_a_safe_amount_of_memory_covers_published_peaks(validation: TrainingValidation) -> None:

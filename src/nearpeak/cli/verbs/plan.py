@@ -101,7 +101,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     ):
         group.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
     group.add_argument("--schedule", metavar="NAME", help="1f1b, interleaved or zero-bubble (1f1b)")
-    group.add_argument("--sharding", metavar="NAME", help="none, zero1, zero2, zero3 (FSDP) or hsdp (zero1)")
+    group.add_argument(
+        "--sharding", metavar="NAME", help="none, zero1, zero2, shard_grad_op, zero3 (FSDP) or hsdp (zero1)"
+    )
     group.add_argument("--shard-group", type=whole_number, metavar="N", help="hsdp: ranks that share one copy")
     group.add_argument(
         "--recompute",

@@ -211,7 +211,8 @@ def whole_layouts(model: Model, cluster: Cluster) -> list[ServingLayout]:
 
 def _serving_choice(deployment: Deployment, load: Load) -> ServingChoice:
     layout = deployment.layout
-    replicas = max(1, deployment.cluster.gpus // layout.gpus)
+    # a replica without a request does no work
+    replicas = max(1, min(deployment.cluster.gpus // layout.gpus, int(load.concurrency)))
     try:
         serving = _serve_load(deployment, load, load.concurrency / replicas)
     except UsageError as problem:

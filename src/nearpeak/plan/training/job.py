@@ -53,6 +53,7 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="fp8", gemm_dtype="float8", master=4, saved=1, scaling="tensor"),
         Precision(name="fp8-fp32-grads", gemm_dtype="float8", gradients=4, master=4, saved=1, scaling="tensor"),
         Precision(name="fp8-low-moments", gemm_dtype="float8", master=4, moments=4, saved=1, scaling="tensor"),
+        Precision(name="fp8-row", gemm_dtype="float8", master=4, saved=1, scaling="block"),
         Precision(name="mxfp8", gemm_dtype="float8", master=4, saved=1.03125, scaling="block"),
         Precision(name="fp4", gemm_dtype="float4", master=4, saved=0.5625, scaling="fine"),
     )

@@ -19,7 +19,9 @@ from nearpeak.plan.legal import nearest_divisor, require_positive
 from nearpeak.plan.models.model import Model, count_parameters
 
 Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
-Sharding = Literal["none", "zero1", "zero2", "zero3", "hsdp"]
+Sharding = Literal["none", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp"]
+"""Of data-parallel ranks. "zero2" has all weights at all times and gathers them once per step; "shard_grad_op" (FSDP
+without resharding after the forward pass) gathers them for every microbatch and keeps them until its backward pass."""
 Offload = Literal["none", "optimizer", "optimizer+gradients", "all"]
 RECOMPUTE_MODULES = ("attention", "mla_up", "norm", "feed", "feed_activation", "experts", "ops", "layer")
 """What the backward pass can recompute: modules; "ops": everything but attention and every second GEMM (op-level

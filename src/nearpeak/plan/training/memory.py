@@ -46,6 +46,8 @@ EAGER_LOGITS = 7.4
 """Bytes per logit in eager code."""
 LOGITS = 6.5
 """Bytes per logit: 16-bit logits, the float32 copy for the loss, and a part of the gradient."""
+UNFUSED_LOGITS = 12.0
+"""Bytes per logit of a loss of single operators: 16-bit logits and gradient, the float32 copy, the softmax."""
 SCAN_CHUNK = 128
 """Tokens between two saved states of a state-space scan."""
 
@@ -162,6 +164,8 @@ def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
     expert_ranks = 1 if sharding == "none" else max(1, min(layout.edp, ranks))
     shard = dense / ranks + experts / expert_ranks
     parameters = (shard if sharding in ("zero3", "hsdp") else weights) * precision.parameters
+    if sharding == "shard_grad_op":  # the shards in full precision, and all weights as they were gathered
+        parameters = shard * precision.parameters + weights * precision.wire
     gradients = (weights if sharding in ("none", "zero1") else shard) * precision.gradients * job.trainable
     optimizer = shard * precision.optimizer * job.trainable
     if layout.offload != "none":
@@ -195,7 +199,7 @@ def _workspace(job: Job, stage: Stage) -> float:
 def _logits(job: Job, stage: Stage) -> float:
     if not stage.has_output or job.model.image_tokens:
         return 0.0
-    each = EAGER_LOGITS if job.software == "eager" else LOGITS
+    each = {"eager": EAGER_LOGITS, "unfused": UNFUSED_LOGITS}.get(job.software, LOGITS)
     return each * job.microbatch_tokens * job.model.vocabulary / job.layout.tp
 
 

@@ -1,7 +1,7 @@
 """`memory_plan` and `training_plan`: everything about a job in one record, for reports and for JSON.
 
 `make_it_fit` lists changes after which a job fits that does not: single changes first, then pairs and triples, ranked
-by the step time that follows. `training_error` is how far predictions were off on published runs like the job
+by the step time that follows. `training_error` is the range in which eight of ten published runs of unseen sources lie
 (`training_error_bars.json`, written by `benchmarks.plan.error_bars`).
 
 >>> from nearpeak.plan.models.catalogue import get_model
@@ -13,13 +13,14 @@ by the step time that follows. `training_error` is how far predictions were off 
 >>> plan = training_plan(job, Cluster.of("h100-sxm x 8"), price=2.5)
 >>> plan.memory.fits, plan.provenance.kind, plan.dollars_per_million_tokens is not None
 (True, 'fitted', True)
->>> 0 < plan.error.error < 0.3, plan.error.like
-(True, 'dense models on hopper')
+>>> plan.low < plan.time.seconds < plan.high, plan.error.like
+(True, 'dense models')
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -46,8 +47,8 @@ NEGLIGIBLE_SHARE = 0.005
 """Share of a step below which the provenance of a part is left out."""
 MOST_CHANGES = 4
 """Changes that `make_it_fit` lists."""
-FEWEST_RUNS = 10
-"""Runs that a group needs before its error is used."""
+UNSEEN = 1.5
+"""The range on an architecture without runs, over that with runs, in logarithm. Assumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +111,13 @@ class TrainingPlan(Result):
 
     @property
     def low(self) -> float:
-        """Seconds of a step, less the error."""
-        return self.time.seconds / (1 + self.error.error)
+        """Seconds of a step at the low end of the range of `error`."""
+        return self.time.seconds * self.error.low
 
     @property
     def high(self) -> float:
-        """Seconds of a step, plus the error."""
-        return self.time.seconds * (1 + self.error.error)
+        """Seconds of a step at the high end of the range of `error`."""
+        return self.time.seconds * self.error.high
 
 
 def memory_plan(job: Job, cluster: Cluster | None = None, planner: Planner | None = None) -> MemoryPlan:
@@ -300,34 +301,44 @@ def _describe_field(name: str, value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBar:
-    """The mean relative error of step times, over published runs of sources that were left out of the fit."""
+    """Measured over predicted step times of published runs, of sources that were left out of the fit."""
 
     error: float
+    """Mean relative error."""
+    low: float
+    """Measured over predicted: eight of ten runs of a source that was left out lie between `low` and `high`."""
+    high: float
     rows: int
     like: str
-    """The runs: "dense models on hopper"."""
+    """The runs: "dense models"."""
+    seen: bool = True
+    """Whether there are runs on this architecture of GPUs; else the range is wider, by `UNSEEN` in logarithm."""
 
 
 def training_error(model: Model, machine: Machine) -> ErrorBar:
-    """The error on runs of this kind of model on this generation of GPUs; on any GPU where those are too few."""
-    groups = _error_bars()
-    return next(
-        bar
-        for name in (error_group(model, machine), error_group(model), "all runs")
-        if (bar := groups.get(name)) is not None and bar.rows >= FEWEST_RUNS
-    )
+    """The range of runs of this kind of model; wider where no run is on this architecture."""
+    bar = _error_bars()[error_group(model)]
+    if _has_fitted_runs(machine):
+        return bar
+    middle, half = math.sqrt(bar.low * bar.high), UNSEEN * math.log(bar.high / bar.low) / 2
+    return replace(bar, low=middle * math.exp(-half), high=middle * math.exp(half), seen=False)
 
 
-def error_group(model: Model, machine: Machine | None = None) -> str:
-    """The group of a run: its kind of model, and its generation of GPUs."""
-    kind = "models with experts" if model.is_moe else "dense models"
-    return kind if machine is None else f"{kind} on {fitted_generation(machine)}"
+def error_group(model: Model) -> str:
+    """The group of a run: its kind of model. Sources are too few to split it further."""
+    return "models with experts" if model.is_moe else "dense models"
 
 
 @cache
 def _error_bars() -> dict[str, ErrorBar]:
     text = resources.files("nearpeak.plan.training").joinpath("training_error_bars.json").read_text(encoding="utf-8")
     return {
-        name: ErrorBar(error=float(entry["error"]), rows=int(entry["rows"]), like=name)
+        name: ErrorBar(
+            error=float(entry["error"]),
+            low=float(entry["low"]),
+            high=float(entry["high"]),
+            rows=int(entry["rows"]),
+            like=name,
+        )
         for name, entry in json.loads(text)["groups"].items()
     }

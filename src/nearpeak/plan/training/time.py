@@ -414,7 +414,7 @@ class Planner:
         expert_ranks = 1 if layout.sharding == "none" else max(1, layout.edp)
         updated = stage.dense_weights / layout.shard_ranks + stage.expert_weights / expert_ranks
         weights = stage.dense_weights + stage.expert_weights
-        summed = updated if layout.sharding in ("zero2", "zero3", "hsdp") else weights
+        summed = updated if layout.sharding in ("zero2", "shard_grad_op", "zero3", "hsdp") else weights
         moved = updated * (2 * precision.optimizer + precision.parameters) + 3 * summed * precision.gradients
         assert machine.theoretical is not None
         seconds = job.trainable * moved / (self.efficiency.memory * machine.theoretical.bandwidth)
@@ -840,7 +840,8 @@ def data_seconds(job: Job, collectives: TrainingCollectives, stage: Stage) -> Da
         if ranks <= 1 or not weights:
             continue
         gradients, parameters = weights * precision.gradients * job.trainable, weights * precision.wire
-        inside = ranks if layout.sharding in ("zero2", "zero3") else math.gcd(ranks, layout.shard_ranks)
+        sharded = ("zero2", "shard_grad_op", "zero3")
+        inside = ranks if layout.sharding in sharded else math.gcd(ranks, layout.shard_ranks)
         outside, outer_stride = ranks // inside, stride * inside
         if layout.sharding in ("none", "zero1"):
             count = max(1.0, round(weights / max(BUCKET, BUCKET_PER_RANK * ranks)))
@@ -853,7 +854,9 @@ def data_seconds(job: Job, collectives: TrainingCollectives, stage: Stage) -> Da
             result.gather += collectives.in_pieces(count, "all_gather", parameters * job.trainable, inside, stride)
         else:
             count = max(1.0, stage.layers) * (4 if job.software == "unfused" else 1)
-            times = 1 if layout.sharding == "zero2" else 2
+            times = {"zero2": 0, "shard_grad_op": 1}.get(layout.sharding, 2)
+            if layout.sharding == "zero2":
+                result.gather += collectives.in_pieces(count, "all_gather", parameters * job.trainable, inside, stride)
             if job.software == "unfused" and layout.recomputes("layer"):
                 times += 1  # early ZeRO-3 released the weights between recomputing a layer and its backward pass
             result.gather_each += times * collectives.in_pieces(count, "all_gather", parameters, inside, stride)

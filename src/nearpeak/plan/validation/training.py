@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nearpeak._files import read_csv
 from nearpeak.errors import UsageError
@@ -53,6 +53,12 @@ RECOMPUTE_NAMES = {
     "full": ("layer",), "selective": ("attention",), "core_attn": ("attention",), "mla_up_proj": ("mla_up",),
     "mlp": ("feed",), "moe_act": ("feed_activation",), "layernorm": ("norm",), "moe": ("experts",),
 }  # fmt: skip
+
+
+_SAYS_NOTHING = re.compile(r"not (stated|printed|given)|recipe|baseline|re-gather|unknown|^\s*(none|no|off|false)\b")
+"""Texts of a "recompute" column that name no module."""
+MemoryMeaning = Literal["allocated", "reserved", "total"]
+"""What a published peak is: of torch's allocator, allocated or reserved, or of the whole device."""
 
 
 def read_job(row: Mapping[str, str], capacity: float) -> Job:
@@ -128,13 +134,42 @@ def _read_model(row: Mapping[str, str], sequence: int) -> Model:
     model = get_model(named) if named else None
     if base.startswith(("mpt", "gpt-")) and read_number(row, "hidden"):
         model = None  # the tables print their own dimensions
-    if model is None or model.name.startswith("gpt-3"):
+    if model is None or (model.name.startswith("gpt-3") and read_number(row, "hidden")):
         return _from_columns(row, sequence)
-    return model.with_layers(int(proxy.group(2))) if proxy else model
+    return model.with_layers(int(proxy.group(2))) if proxy else _with_columns(model, row)
+
+
+COLUMNS = {
+    "hidden": "hidden", "ffn": "intermediate", "heads": "heads", "kv_heads": "kv_heads", "head_dim": "head_dim",
+    "vocab": "vocabulary", "experts": "experts", "topk": "active_experts", "moe_ffn": "expert_intermediate",
+}  # fmt: skip
+"""Columns of dimensions, and the fields of a model."""
+PADDED_VOCABULARY = 0.02
+"""A vocabulary that is larger by this share at most is padded, and no other model."""
+
+
+def _with_columns(model: Model, row: Mapping[str, str]) -> Model:
+    """A model of the catalogue with the dimensions that a row states, where they are others: a scaled model."""
+    changed: dict[str, Any] = {}
+    for column, field in COLUMNS.items():
+        stated, known = read_integer(row, column, 0), getattr(model, field)
+        if not stated or not known or stated == known or model.kv_rank:
+            continue  # with latent attention, tables count heads and their channels in different ways
+        if field == "vocabulary" and abs(stated / known - 1) <= PADDED_VOCABULARY:
+            continue
+        if field == "intermediate" and model.is_moe:
+            continue  # of dense layers or of an expert: tables do not say which
+        changed[field] = stated
+    layers = read_integer(row, "layers", model.layers)
+    if layers != model.layers:
+        model = model.with_layers(layers)
+    return replace(model, **changed)
 
 
 def _from_columns(row: Mapping[str, str], sequence: int) -> Model:
     """A model from the dimensions of its row: gated and tied such that it has the printed number of weights."""
+    if "mla" in row.get("arch", ""):
+        raise UsageError(f"{row['model']!r} is not in the catalogue, and its latent attention is not in the row")
     hidden, layers, heads = read_integer(row, "hidden"), read_integer(row, "layers"), read_integer(row, "heads")
     inner = read_integer(row, "ffn", 4 * hidden)
     plain = inner == 4 * hidden
@@ -191,10 +226,13 @@ def _plain_model(
 def _read_layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) -> Layout:
     framework, sharding = row.get("framework", ""), row.get("sharding", "")
     tp, pp, cp = read_integer(row, "tp", 1), read_integer(row, "pp", 1), read_integer(row, "cp", 1)
+    per_node = 4 if row["gpu"].startswith("GB") else 8
     ep = read_integer(row, "ep", 1) if model.is_moe else 1
     virtual = read_integer(row, "vp", 1) if pp > 1 else 1
     dp = gpus // (tp * pp * cp)
     microbatch = read_integer(row, "mbs_seqs", 0) or (4 if pp == 1 and batch // dp % 4 == 0 else 1)
+    if pp > 1 and microbatch > 1 and batch // (dp * microbatch) < pp:
+        microbatch = 1  # the local batch of a rank, which a pipeline runs one sequence at a time
     old = _release_year(row) < UNFUSED_UNTIL_YEAR
     if not row.get("vp") and pp > 1 and ("interleaved" in row.get("extras", "") or "2024-07" in framework):
         per_stage = model.layers // pp if model.layers % pp == 0 else 1
@@ -207,21 +245,22 @@ def _read_layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) ->
     group = 0
     if fsdp:
         kind, group = "hsdp", int(fsdp.group(1))
-    elif sharding.startswith(("FULL_SHARD", "ZeRO-3", "Megatron-FSDP", "FSDP")):
+    elif re.search(r"SHARD_GRAD_OP|no.reshard|reshard\w*\W*(false|never|off)", sharding, re.IGNORECASE):
+        kind = "shard_grad_op"
+    elif re.search(r"HSDP|HYBRID_SHARD", sharding, re.IGNORECASE):
+        kind, group = "hsdp", _group(sharding, dp) or math.gcd(dp, per_node // min(tp, per_node))
+    elif re.match(r"FULL_SHARD|ZeRO-?3|Megatron-FSDP|FSDP", sharding, re.IGNORECASE):
         kind = "zero3"
-    elif sharding.startswith(("SHARD_GRAD_OP", "ZeRO-2")):
+    elif re.match(r"ZeRO-?2", sharding, re.IGNORECASE):
         kind = "zero2"
-    elif sharding in ("DDP", "ZeRO-0"):
+    elif re.fullmatch(r"DDP|ZeRO-?0|none", sharding, re.IGNORECASE):
         kind = "none"
     else:
         kind = "zero1"
-        part = re.search(r"ZeRO-1\D+(\d+)", sharding)  # sharded inside groups of so many ranks
-        group = int(part.group(1)) if part and dp % int(part.group(1)) == 0 else 0
+        group = _group(sharding, dp) if re.match(r"ZeRO-?1", sharding, re.IGNORECASE) else 0
     split = nanotron_split(model, pp) if "nanotron" in framework and pp > 1 else ()
     extras = row.get("extras", "")
-    modules = tuple(
-        module for part in row.get("recompute", "").split("+") for module in RECOMPUTE_NAMES.get(part.strip(), ())
-    )
+    modules, share = read_recompute(row.get("recompute", ""))
     if old and not modules:
         modules = ("layer",)
     # recipes hide the exchange of tokens where it crosses nodes
@@ -244,12 +283,56 @@ def _read_layout(row: Mapping[str, str], model: Model, gpus: int, batch: int) ->
         sharding=kind,
         shard_group=group,
         recompute=modules,
+        recompute_share=share,
         overlap_gradients=not old and not ("nanotron" in framework and kind == "zero1"),
         overlap_tensor=tp > 1 and not old and "nanotron" not in framework,
         overlap_experts=overlapped or (crosses and not extras.startswith(("HybridEP", "no EP", "alltoall"))),
         overlap_pipeline=not old,
         scatter_pipeline="DeepSpeed" not in framework,
     )
+
+
+def _group(sharding: str, dp: int) -> int:
+    """Ranks of one sharding group: the number after the kind; 0 for all, which some frameworks write as -1."""
+    part = re.search(r"(?:ZeRO-?1|HSDP|HYBRID_SHARD)\b.*?(-?\d+)", sharding, re.IGNORECASE)
+    ranks = int(part.group(1)) if part else 0
+    return ranks if ranks > 0 and ranks < dp and dp % ranks == 0 else 0
+
+
+def read_recompute(text: str) -> tuple[tuple[str, ...], float]:
+    """The modules of a "recompute" column, and the share of the layers that recompute them.
+
+    >>> read_recompute("full"), read_recompute("layernorm+moe_act"), read_recompute("selective, every 2nd layer")
+    ((('layer',), 1.0), (('norm', 'feed_activation'), 1.0), (('layer',), 0.5))
+    >>> read_recompute("selective (op)"), read_recompute("full, 4 of 32 layers"), read_recompute("not stated")
+    ((('ops',), 1.0), (('layer',), 0.125), ((), 1.0))
+    """
+    plain = text.lower()
+    if _SAYS_NOTHING.search(plain) or not plain.strip():
+        return (), 1.0
+    share = 1.0
+    if match := re.search(r"(?:every|per)\s+(\d+)", plain):
+        share = 1 / max(1, int(match.group(1)))
+    elif match := re.search(r"(\d+)\s*(?:of|/)\s*(\d+)", plain):
+        share = int(match.group(1)) / int(match.group(2))
+    elif match := re.search(r"(\d+(?:\.\d+)?)\s*%", plain):
+        share = float(match.group(1)) / 100
+    if not 0 < share <= 1:
+        raise UsageError(f"recompute={text[:60]!r} has no share of layers between 0 and 1")
+    if share < 1:  # layers are chosen, so whole layers are recomputed
+        return ("layer",), share
+    if re.search(r"\bops?\b|op-level|per-op", plain):
+        return ("ops",), share
+    modules = tuple(
+        module
+        for part in re.split(r"[+,;&]|\band\b", plain)
+        for name, names in RECOMPUTE_NAMES.items()
+        if re.match(rf"{name}(?![a-z_])", part.strip())
+        for module in names
+    )
+    if not modules:
+        raise UsageError(f"recompute={text[:60]!r} is not understood; known: {', '.join(RECOMPUTE_NAMES)}, none")
+    return tuple(dict.fromkeys(modules)), share
 
 
 def nanotron_split(model: Model, pp: int) -> tuple[int, ...]:
@@ -277,7 +360,9 @@ def _read_precision(row: Mapping[str, str]) -> Precision:
     wide = "nanotron" in row.get("framework", "") or "/DEFAULT" in sharding
     # assumed: its recipes keep the moments in 16 bits; those for fine-tuning say that they do not
     low = "Megatron-Bridge (2026)" in row.get("framework", "") and "sft" not in row["model"]
-    if "fp8" in text:
+    if "row" in text and ("fp8" in text or "float8" in text):
+        return PRECISIONS["fp8-row"]  # a scale for each row
+    if "fp8" in text or "float8" in text:
         return PRECISIONS["fp8-low-moments" if low else "fp8-fp32-grads" if wide else "fp8"]
     if low:
         return PRECISIONS["bf16-low-moments"]
@@ -329,6 +414,7 @@ class MeasuredTraining:
     """Of a step; None where the run failed or was not timed."""
     memory: float | None
     """Peak bytes."""
+    memory_meaning: MemoryMeaning = "reserved"
     notes: str
 
 
@@ -354,8 +440,14 @@ def _read_run(row: Mapping[str, str]) -> MeasuredTraining:
     peak = (
         None if "OUTCOME: OOM" in row.get("notes", "") else read_number(row, "peak_mem_gib")
     )  # a step that did not end
-    # nanotron prints bytes / 1024^3 as GB
-    unit = 2.0**30 if "GiB" in row.get("mem_kind", "") or "nanotron" in row.get("framework", "") else 1e9
+    kind = row.get("mem_kind", "")
+    # the column is in GiB, unless the row says GB; nanotron prints bytes / 1024^3 as GB
+    unit = 1e9 if re.search(r"\bGB\b", kind) and "nanotron" not in row.get("framework", "") else 2.0**30
+    meaning: MemoryMeaning = "reserved"
+    if re.search("alloc", kind, re.IGNORECASE):
+        meaning = "allocated"
+    elif re.search("smi|device|total", kind, re.IGNORECASE):
+        meaning = "total"
     return MeasuredTraining(
         id=row["id"],
         group=row.get("group") or row["source"],
@@ -365,6 +457,7 @@ def _read_run(row: Mapping[str, str]) -> MeasuredTraining:
         cluster=cluster,
         seconds=_read_seconds(row, job, cluster.machine),
         memory=peak * unit if peak else None,
+        memory_meaning=meaning,
         notes=row.get("notes", ""),
     )
 
@@ -417,7 +510,7 @@ def _read_seconds(row: Mapping[str, str], job: Job, machine: Machine) -> float |
         )
     elif rate is None and share is not None:
         # three forward passes, attention not halved, against the 16-bit peak
-        weights = 4 * hidden**2 + 3 * hidden * model.intermediate
+        weights = 4 * hidden**2 + (3 if model.gated else 2) * hidden * model.intermediate
         flops = 6.0 * sequence * (layers * (weights + 2 * sequence * hidden) + hidden * model.vocabulary)
         assert machine.theoretical is not None
         rate = share / 100 * machine.theoretical.peak("bfloat16") / 1e12
@@ -455,7 +548,7 @@ class TrainingRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """Peak memory of one run, measured and predicted: what torch reserves on the first rank."""
+    """Peak memory of one run on the first rank, measured and predicted with the same meaning."""
 
     run: MeasuredTraining
     bytes: float
@@ -508,7 +601,11 @@ def validate_training(path: Path, *, left_out: bool = True) -> TrainingValidatio
             continue
         predicted = _planner(run, planners, left_out).time(run.job)
         rows.append(TrainingRow(run=run, seconds=predicted.seconds, parts=predicted.parts))
-    peaks = [MemoryRow(run=run, bytes=memory_by_stage(run.job)[0].reserved) for run in runs if run.memory is not None]
+    peaks = [
+        MemoryRow(run=run, bytes=getattr(memory_by_stage(run.job)[0], run.memory_meaning))
+        for run in runs
+        if run.memory is not None
+    ]
     return TrainingValidation(rows=tuple(rows), memory=tuple(peaks), skipped=tuple(skipped), left_out=left_out)
 
 
@@ -530,6 +627,13 @@ def validate_pairs(path: Path, runs: Path, *, left_out: bool = True) -> tuple[La
     return tuple(pairs)
 
 
+def planner_key(cluster: Cluster) -> tuple[object, ...]:
+    """All of a cluster that a reader may change: runs with equal keys share a planner."""
+    machine = cluster.machine
+    bandwidth = machine.theoretical.bandwidth if machine.theoretical else None
+    return machine.id, machine.power_watts, bandwidth, cluster.gpus, cluster.network_name
+
+
 @cache
 def constants_without(source: str) -> Efficiency:
     """Constants that were fitted without this source; those of the package where it had no part in the fit."""
@@ -543,7 +647,7 @@ def constants_without(source: str) -> Efficiency:
 
 def _planner(run: MeasuredTraining, planners: dict[tuple[object, ...], Planner], left_out: bool) -> Planner:
     cluster = run.cluster
-    key = (cluster.machine.id, cluster.gpus, cluster.network_name, run.source if left_out else "")
+    key = (*planner_key(cluster), run.source if left_out else "")
     if key not in planners:
         planners[key] = Planner(cluster, constants_without(run.source) if left_out else None)
     return planners[key]

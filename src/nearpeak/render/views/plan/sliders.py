@@ -16,7 +16,7 @@ from nearpeak.plan.serving.plan import ServingPlan
 from nearpeak.plan.training import memory as arithmetic
 from nearpeak.plan.training.job import Job
 from nearpeak.plan.training.layout import output_layers
-from nearpeak.plan.training.memory import EAGER_LOGITS, EAGER_RUNNING, LOGITS, layer_bytes
+from nearpeak.plan.training.memory import EAGER_LOGITS, EAGER_RUNNING, LOGITS, UNFUSED_LOGITS, layer_bytes
 from nearpeak.plan.training.plan import MemoryPlan
 
 RECOMPUTES = {"none": (), "parts": ("norm", "feed_activation"), "full": ("layer",)}
@@ -35,7 +35,7 @@ class Sliders:
 def memory_sliders(plan: MemoryPlan) -> Sliders | None:
     """Memory against degrees, microbatch, sequence, sharding and recomputation; None where something is offloaded."""
     job, layout, model = plan.job, plan.job.layout, plan.job.model
-    if layout.offload != "none" or layout.sharding == "hsdp" or layout.virtual > 1 or layout.split:
+    if layout.offload != "none" or layout.sharding in ("hsdp", "shard_grad_op") or layout.virtual > 1 or layout.split:
         plain = replace(
             layout, offload="none", sharding=_plain_sharding(layout.sharding), shard_group=0, virtual=1, split=()
         )
@@ -81,7 +81,9 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
         "cp": layout.cp,
         "etp": layout.etp,
         "sequence_parallel": layout.sequence_parallel,
-        "logits": 0.0 if model.image_tokens else (EAGER_LOGITS if eager else LOGITS) * model.vocabulary,
+        "logits": 0.0
+        if model.image_tokens
+        else {"eager": EAGER_LOGITS, "unfused": UNFUSED_LOGITS}.get(job.software, LOGITS) * model.vocabulary,
         "gathered": 2.0 * model.hidden,
         "dispatched": 2.0 * model.active_experts * (model.latent or model.hidden),
         "buckets": 0.2e9,
@@ -178,7 +180,7 @@ def decode_sliders(plan: ServingPlan) -> Sliders | None:
 
 
 def _plain_sharding(sharding: str) -> Any:
-    return "zero3" if sharding == "hsdp" else sharding
+    return {"hsdp": "zero3", "shard_grad_op": "zero2"}.get(sharding, sharding)
 
 
 def _powers(limit: int) -> list[int]:

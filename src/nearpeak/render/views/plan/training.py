@@ -362,8 +362,11 @@ def rates_table(plan: TrainingPlan) -> Table:
 def error_bar(plan: TrainingPlan) -> Paragraph:
     """The error bar and the weakest source."""
     return Paragraph(
-        text=f"Error bar: {percent(plan.error.error)}, the mean error on {plan.error.rows} published runs of "
-        f"{plan.error.like}, each source left out of the fit in turn. {weakest_sentence(plan.provenance)}",
+        text=f"Range: {percent(plan.error.low - 1)} to +{percent(plan.error.high - 1)}, where eight of ten of "
+        f"{plan.error.rows} published runs of {plan.error.like} lay, each source left out in turn (mean error "
+        f"{percent(plan.error.error)})."
+        + ("" if plan.error.seen else " Wider: no run is on this architecture.")
+        + f" {weakest_sentence(plan.provenance)}",
         kind="small",
     )
 
