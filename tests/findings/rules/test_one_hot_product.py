@@ -139,7 +139,10 @@ def test_a_sum_weighted_with_one_hot_vectors_is_a_gather(weights_of):
     claimed = {index for waste in wastes for index in waste.gains}
     logs = next(op.outputs[0].storage for op in step.ops if op.packet == "aten._log_softmax")
     readers = [index for index, op in enumerate(step.ops) if logs in {tensor.storage for tensor in op.inputs}]
-    assert claimed.intersection(readers)  # the product itself
+    product = next(index for index in readers if step.ops[index].packet == "aten.mul")
+    adds = any(step.ops[index].packet in ("aten.add", "aten.rsub") for index in claimed)
+    assert (product in claimed) is not adds  # with smoothed targets a pass for the gradient takes its place
+    assert len(claimed) >= 2
 
 
 @pytest.mark.parametrize(

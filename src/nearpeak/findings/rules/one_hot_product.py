@@ -103,8 +103,11 @@ def _weighted_sums(step: Step) -> Iterator[Waste]:
         if chain is None:
             continue
         members, reductions, shifted = chain
-        # With a number added to the weights, the sum of all of `x` remains.
-        gains = {index: step.time(index) for index in (members if shifted else members | reductions)}
+        # With a number added to the weights, the sum of all of `x` remains, and its gradient is added to the other one:
+        # a pass that takes what the product takes.
+        summed = {writer for index in reductions for writer in step.flow.producers[index].values()}
+        gone = members | reductions if not shifted else members - summed if step.trains else members
+        gains = {index: step.time(index) for index in gone}
         vectors = step.ops[min(members)].written[0]
         yield Waste(
             title="A sum over classes is weighted with one-hot vectors.",
