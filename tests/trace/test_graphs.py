@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 import nearpeak
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.ops.graph import GraphNode
-from nearpeak.trace import graphs, storages
+from nearpeak.trace import graphs, recorder, seen_values, storages
 from nearpeak.trace.graphs import CaptureRecorder, record_replays, remember_graphs
 from nearpeak.trace.guard import capture_count, is_capturing
 from nearpeak.trace.live import LiveTrace
@@ -106,6 +106,27 @@ def test_a_replay_is_the_ops_that_were_captured(nodes: Nodes):
         ("aten.mm.default", 3, 0b00),
         ("aten.relu_.default", 4, 0b01),
     ]
+
+
+def test_no_values_are_read_during_a_capture(nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
+    looks: list[str] = []
+    for module, name in ((seen_values, "nonzeros_of"), (seen_values, "padding_of"), (recorder, "contents_digest")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args, f=original, name=name, **kw: looks.append(name) or f(*args, **kw)
+        )
+    x, table, ids = torch.ones(128, 64), torch.ones(8, 64), torch.arange(8).repeat(4, 8)
+
+    def code() -> None:
+        (torch.nn.functional.embedding(ids, table) @ x.T).mul_(torch.tensor(2.0))
+
+    with remember_graphs():
+        capture(Graph(), nodes, code)
+        assert not looks  # on a device, that would end the capture
+        live = LiveTrace()
+        code()
+        live.stop()
+    assert set(looks) == {"nonzeros_of", "padding_of", "contents_digest"}
 
 
 def test_a_node_that_no_op_added_has_none(nodes: Nodes):

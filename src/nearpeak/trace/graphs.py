@@ -32,6 +32,7 @@ from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import CapturedGraph, Location, Locations, Recorder, active_recorder
+from nearpeak.trace.seen_values import SeenValues
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages
 
@@ -80,6 +81,7 @@ class CaptureRecorder(Recorder):
         self._locations = Locations(self.modules, snapshot)
         self._locations.share_lines(_graphs.lines_of_thread())
         self._gradients = None  # what becomes of them is not known before a replay
+        self._values = SeenValues(self.storages, reads=False)  # to wait for values would end the capture
         self._nodes = nodes
         self._begun: list[tuple[int, int]] = []
         """Of ops that run now: the number of ops and of nodes before."""
@@ -91,6 +93,9 @@ class CaptureRecorder(Recorder):
     def records_now(self) -> bool:
         """Only what is captured comes here."""
         return True
+
+    def _note_lifted(self, made: torch.Tensor) -> None:
+        self.storages.value(made, "intermediate")  # its values are not read either
 
     def launch_begins(self) -> None:
         """Counts the nodes."""

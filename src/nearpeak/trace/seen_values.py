@@ -72,10 +72,11 @@ VAIN_LOOKS = 3
 
 
 class SeenValues:
-    """Looks at the arguments of ops before they run."""
+    """Looks at the arguments of ops before they run; at none if it may not read values."""
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: Storages, *, reads: bool = True) -> None:
         self._storages = storages
+        self._reads = reads
         self._padding: dict[int, Padding | None] = {}
         self._nonzeros: dict[int, Nonzeros] = {}
         self._vain: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -93,6 +94,8 @@ class SeenValues:
 
     def look(self, schema: OperatorSchema, arguments: Mapping[str, Any], args: tuple[Any, ...]) -> None:
         """Looks at what an op is about to read."""
+        if not self._reads:
+            return
         sequences = SEQUENCE_READERS.get(schema.name)
         # Gradients of a loss without the padding are zeros there too: they tell nothing new.
         if sequences is not None and len(args) > sequences and torch._C._current_graph_task_id() == -1:
@@ -104,7 +107,12 @@ class SeenValues:
 
     def look_at_results(self, schema: OperatorSchema, seen: tuple[Tensor, ...], result: Any) -> None:
         """Looks at what an op has written."""
-        if schema.name not in ONE_HOT_MAKERS or len(seen) != 1 or not isinstance(result, torch.Tensor):
+        if (
+            not self._reads
+            or schema.name not in ONE_HOT_MAKERS
+            or len(seen) != 1
+            or not isinstance(result, torch.Tensor)
+        ):
             return
         if result.dim() > 1 and result.is_contiguous():
             self._look_at_matrix(schema.name, seen[0], result.view(-1, result.shape[-1]))
