@@ -61,6 +61,8 @@ def number_values(step: Step) -> ValueNumbers:
     on_data: set[int] = set()
     seen_data: tuple[dict[int, set[Hashable]], dict[int, set[Hashable]]] = ({}, {})
     """The tensors from outside that forward passes of both steps read, by storage."""
+    draws = False
+    """Whether the step draws a batch, or which rows belong to it."""
     written: set[int] = set()
     """Storages that this step has written."""
 
@@ -95,6 +97,8 @@ def number_values(step: Step) -> ValueNumbers:
                     if op.phase == "forward" and tensor.elements > 1:
                         seen_data[is_next].setdefault(tensor.storage, set()).add(key_of(tensor))
         is_deterministic = _is_deterministic(op, costs[index])
+        if not is_next and _draws_data(op):
+            draws = True
         if not is_deterministic or any(tensor.storage in from_data for tensor in op.inputs):
             on_data.add(index)
         first_index = index
@@ -119,7 +123,7 @@ def number_values(step: Step) -> ValueNumbers:
         writers=writers,
         next_step=frozenset(index for index in range(count) if first[index] in repeated),
         on_data=frozenset(index for index in on_data if index < count),
-        new_data=bool(next_tensors - tensors),
+        new_data=draws or bool(next_tensors - tensors),
     )
 
 
@@ -176,6 +180,12 @@ def _is_deterministic(op: Op, cost: Cost) -> bool:
     if op.origin == "host":
         return name_without_origin(op.name) not in _random_operators()
     return cost.family not in _NOT_REPEATABLE
+
+
+def _draws_data(op: Op) -> bool:
+    """Whether an op draws random numbers that are no noise for another tensor."""
+    name = name_without_origin(op.name).removeprefix("aten.").partition(".")[0]
+    return name in _random_operators() and not op.inputs and any(tensor.elements > 1 for tensor in op.outputs)
 
 
 @cache

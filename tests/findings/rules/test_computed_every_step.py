@@ -50,6 +50,15 @@ def test_a_program_that_runs_on_one_batch_has_nothing_to_keep():
     assert packets(lambda: program.encode().sum()) == []
 
 
+def test_a_batch_that_the_step_draws_is_new_data():
+    program = Program()
+
+    def step():
+        return torch.randn(64, 64) @ program.encode()
+
+    assert packets(step) == ["aten.mm", "aten.relu_", "aten.mm"]
+
+
 def test_a_running_sum_is_no_new_data():
     program, total = Program(), torch.zeros(64)
 
