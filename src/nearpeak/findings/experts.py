@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
-from nearpeak.findings.loops import Loop, backward_of
+from nearpeak.findings.loops import Loop
 from nearpeak.findings.step import Step
 from nearpeak.ops.formulas.matrix import result
 
@@ -49,7 +49,7 @@ def expert_loops(step: Step) -> list[ExpertLoop]:
             for run, (start, end) in zip(loop.runs, _run_bounds(loop), strict=True)
         ):
             firsts = [part[0] for part in products if part]
-            loops.append(ExpertLoop(loop=loop, backward=backward_of(step, loop), products=firsts))
+            loops.append(ExpertLoop(loop=loop, backward=loop.backward_members, products=firsts))
     return loops
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from nearpeak.ops.cost import Access
@@ -17,19 +15,17 @@ if TYPE_CHECKING:
 
 MIN_TURNS = 4
 """Fewer repetitions may be one formula with similar terms."""
-_MAX_FOREIGN = 0.15
-"""Of the ops of a turn, the share that other turns do not have: a branch that only some turns take."""
-
-_BRANCH_LINES = 2
-"""A branch has its lines at most so many after that of its condition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """A loop at some lines. A function that is called several times runs it several times."""
+    """A loop at a line. A function that is called several times runs it several times."""
 
+    line: str
     runs: tuple[tuple[tuple[int, ...], ...], ...]
     """For each run of the loop its turns, each with the indices of its ops in order."""
+    backward: tuple[tuple[tuple[int, ...], ...], ...]
+    """The same for the backward pass: the ops behind which are those of the turns."""
 
     @property
     def turns(self) -> list[tuple[int, ...]]:
@@ -41,119 +37,31 @@ class Loop:
         """The ops of all turns."""
         return [index for run in self.runs for turn in run for index in turn]
 
+    @property
+    def backward_members(self) -> list[int]:
+        """The ops of the backward pass through the loop, in order."""
+        return sorted(index for run in self.backward for turn in run for index in turn)
+
 
 def find_loops(ops: Sequence[Op]) -> tuple[Loop, ...]:
-    """The loops among ops that have source lines, the first to start first; an inner loop follows its outer one.
-
-    The first op of a turn recurs at the start of each turn, and what lies between is alike: nearly all of it is at
-    lines and of operators that an ordinary turn has too. Modules and shapes may differ from turn to turn. A turn that
-    ends early (`continue`) is one too.
-    """
-    keys: list[Hashable] = [(op.name, op.source, op.phase) if op.source else None for op in ops]
-    positions: dict[Hashable, list[int]] = {}
-    for index, key in enumerate(keys):
-        if key is not None:
-            positions.setdefault(key, []).append(index)
+    """The loops of the user's code around the ops, the first to start first; an inner loop follows its outer one."""
+    lines: dict[str, dict[int, dict[int, tuple[list[int], list[int]]]]] = {}
+    """By the line of a loop, the number of its run and of its turn: the ops of the turn, and those backward."""
+    for index, op in enumerate(ops):
+        for loop, run, turn, _ in op.turns:
+            members = lines.setdefault(loop, {}).setdefault(run, {}).setdefault(turn, ([], []))
+            members[op.phase == "backward"].append(index)
     loops: list[Loop] = []
-    turns_of: dict[int, list[tuple[int, int]]] = {}
-    """For each op, the loops that it is in, with the number of the turn."""
-    for starts in positions.values():
-        if len(starts) < MIN_TURNS or _is_explained(starts, turns_of):
-            continue
-        found = _from_first_op(keys, list(_runs(keys, starts)))
-        runs = tuple(tuple(tuple(range(*turn)) for turn in run) for run in found)
-        if not runs:
-            continue
-        for number, turn in enumerate(turn for run in runs for turn in run):
-            for index in turn:
-                turns_of.setdefault(index, []).append((len(loops), number))
-        loops.append(Loop(runs=runs))
+    for line, by_run in lines.items():
+        runs = [[by_run[run][turn] for turn in sorted(by_run[run])] for run in sorted(by_run)]
+        runs = [[turn for turn in run if turn[0]] for run in runs]
+        runs = [run for run in runs if len(run) >= MIN_TURNS]
+        if runs:
+            forward, backward = (
+                tuple(tuple(tuple(turn[part]) for turn in run) for run in runs) for part in (False, True)
+            )
+            loops.append(Loop(line=line, runs=forward, backward=backward))
     return tuple(loops)
-
-
-def _is_explained(starts: Sequence[int], turns_of: dict[int, list[tuple[int, int]]]) -> bool:
-    """Whether ops of one key are once in each turn of a loop that is known."""
-    by_loop: dict[int, list[int]] = {}
-    for start in starts:
-        for loop, turn in turns_of.get(start, ()):
-            by_loop.setdefault(loop, []).append(turn)
-    return any(len(turns) == len(set(turns)) >= len(starts) - 1 for turns in by_loop.values())
-
-
-def _runs(keys: Sequence[Hashable], starts: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """The runs of a loop whose turns begin at some of `starts`, each a list of start and end of a turn."""
-    bodies = [frozenset(keys[start:end]) for start, end in pairwise(starts)]
-    counts = Counter(bodies)
-    ordinary = max(counts, key=lambda body: (counts[body], len(body)))
-    if counts[ordinary] < 2 and len(bodies) > 2:
-        ordinary = sorted(bodies, key=len)[len(bodies) // 2]
-    run: list[tuple[int, int]] = []
-    for start, end in zip(starts, (*starts[1:], len(keys)), strict=True):
-        own = start
-        while own < end and keys[own] in ordinary:
-            own += 1
-        foreign = [key for key in keys[own:end] if key not in ordinary]
-        has_branch = ordinary.issubset(keys[start:end]) and _is_branch(foreign, ordinary)
-        if end < len(keys) and (len(foreign) <= _MAX_FOREIGN * (end - start) or has_branch):
-            run.append((start, end))
-            continue
-        run.append((start, own))  # the last turn: something else follows
-        if len(run) >= MIN_TURNS:
-            yield run
-        run = []
-    if len(run) >= MIN_TURNS:
-        yield run
-
-
-def _is_branch(foreign: Sequence[Hashable], ordinary: Collection[Hashable]) -> bool:
-    """Whether ops are at lines of a branch that few turns take: right after lines of an ordinary turn."""
-    lines = {_line(key) for key in ordinary}
-    return all(
-        (file, number) not in lines and any((file, number - back) in lines for back in range(1, _BRANCH_LINES + 1))
-        for file, number in map(_line, foreign)
-    )
-
-
-def _line(key: Hashable) -> tuple[str, int]:
-    file, _, number = key[1].rpartition(":") if isinstance(key, tuple) else ("", "", "")
-    return file, int(number) if number.isdigit() else 0
-
-
-def _from_first_op(keys: Sequence[Hashable], runs: Sequence[list[tuple[int, int]]]) -> Iterator[list[tuple[int, int]]]:
-    """The runs with turns that begin with their first op, which may be one that a turn has twice.
-
-    Turns begin at an op that each has once. What precedes the first turn, and is what the other turns end with, belongs
-    to the beginning of the turns.
-    """
-    free = 0
-    for run in runs:
-        (start, end), earlier = run[0], 0
-        while (
-            start - earlier > free
-            and earlier < end - start - 1
-            and keys[start - earlier - 1] == keys[end - earlier - 1]
-        ):
-            earlier += 1
-        free = run[-1][1]
-        yield [(first - earlier, last - earlier) for first, last in run[:-1]] + [(run[-1][0] - earlier, run[-1][1])]
-
-
-def backward_of(step: Step, loop: Loop) -> list[int]:
-    """The ops of the backward pass through a loop: they carry the lines and modules of their forward ops.
-
-    Lines that run outside of the loop too, such as those of a function that others call, count in modules that run in
-    the loop alone.
-    """
-    inside = set(loop.members)
-    outside = [op for index, op in enumerate(step.ops) if index not in inside and op.phase != "backward"]
-    lines = {step.ops[index].source for index in inside} - {op.source for op in outside} - {""}
-    places = {(step.ops[index].source, step.ops[index].module) for index in inside}
-    places -= {(op.source, op.module) for op in outside}
-    return [
-        index
-        for index, op in enumerate(step.ops)
-        if op.phase == "backward" and index not in inside and (op.source in lines or (op.source, op.module) in places)
-    ]
 
 
 def batched_seconds(step: Step, members: Collection[int]) -> float:

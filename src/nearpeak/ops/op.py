@@ -90,6 +90,19 @@ class _HasSignature:
     form: tuple[OpSignature, tuple[int, ...]]
 
 
+class Turn(NamedTuple):
+    """A turn of a loop of the user's code."""
+
+    loop: str
+    """The line of the loop: "train.py:40". Of a loop of torch's own that calls the user's code, the line that calls
+    torch."""
+    run: int
+    """The number of this run of the loop, in which no two loops of a trace agree."""
+    turn: int
+    line: str
+    """The line that runs in the function of the loop, or of the user's code that torch's loop calls."""
+
+
 @fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op(_HasSignature):
@@ -120,6 +133,8 @@ class Op(_HasSignature):
     origin: Origin = "torch"
     caller: str = ""
     """Where `source` is of an installed package: the line of the user's own that called the package."""
+    turns: tuple[Turn, ...] = ()
+    """The loops around it, the outermost first; of a backward op, those around the forward op behind it."""
 
     @property
     def place(self) -> str:

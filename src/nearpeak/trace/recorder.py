@@ -48,6 +48,7 @@ from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
 from nearpeak.trace.gradients import GradientLog
 from nearpeak.trace.guard import Guard, is_capturing
 from nearpeak.trace.known_values import KnownValues
+from nearpeak.trace.loop_turns import LoopTurns
 from nearpeak.trace.memo import (
     CallSignature,
     CallSignatures,
@@ -132,6 +133,9 @@ class Recorder(TorchDispatchMode):
             self.storages.on_input = self.known.add_from_outside
         self._locations = Locations(self.modules, snapshot, stacks=mode is None)
         self._stacks: list[tuple[str, ...]] = []
+        self._loop_turns = LoopTurns(Recorder.__torch_dispatch__.__code__)
+        self._forward_ops: dict[int, int] = {}
+        """The forward op behind each op of a backward pass, by their indices."""
         self._gradients = GradientLog(self.storages, self._locations.parameters) if mode is None else None
         self._contents: dict[int, str] = {}
         """Digests of what no op wrote, by storage."""
@@ -506,6 +510,11 @@ class Recorder(TorchDispatchMode):
 
     def _final_ops(self) -> tuple[Op, ...]:
         """The ops in order. If some ran on a device, ops on tensors in host memory alone have the origin "host"."""
+        turns = self._loop_turns.turns()
+        for index, op in enumerate(self.ops):
+            around = turns.get(self._forward_ops.get(index, index))
+            if around:
+                _set_field(op, "turns", around)
         host = self.storages.on_host
         if not host or len(host) == self.storages.count:
             return tuple(self.ops)
@@ -564,7 +573,7 @@ class Recorder(TorchDispatchMode):
             return
         graph_task = _current_graph_task()
         phase = self._phase(graph_task)
-        module, source, caller, stack = self._locations.current(graph_task)
+        module, source, caller, stack, _ = self._locations.current(graph_task, len(self.ops))
         numbers: dict[int, int] = {}
         first = len(self.ops)
         for op in graph.ops:
@@ -631,12 +640,17 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         graph_task = _current_graph_task()
         phase = self._phase(graph_task)
-        module, source, caller, stack = self._locations.current(graph_task)
+        index = len(self.ops)
+        module, source, caller, stack, forward = self._locations.current(graph_task, index)
+        if graph_task == -1:
+            self._loop_turns.note_op(index, schema.name, _frame_at(1))
+        elif forward != index:
+            self._forward_ops[index] = forward
         products, convolutions = tf32_flags()
         again = graph_task != -1 and self._recompute.is_recomputing(graph_task)
         op = _make_op(
             *(schema.name, arguments, outputs, schema.mutated, phase, module, source),
-            *(products, convolutions, again, schema.origin, caller),
+            *(products, convolutions, again, schema.origin, caller, ()),
         )
         if signature is not None:
             _set_field(op, "form", signature)
@@ -898,9 +912,10 @@ def keeps_its_value(tensor: torch.Tensor) -> bool:
     )
 
 
-Location = tuple[str, str, str, tuple[str, ...]]
+Location = tuple[str, str, str, tuple[str, ...], int]
 """Where an op comes from: the path of its module, the line, where that is of an installed package the user's own line
-that calls it, and all lines of the user's own on the stack."""
+that calls it, and all lines of the user's own on the stack; and the index of the op, of an op of autograd's that of the
+forward op behind it."""
 
 
 class Locations:
@@ -915,13 +930,13 @@ class Locations:
         self._snapshot = snapshot
         self._sequence: int = torch._C._autograd._get_sequence_nr()
         self._by_sequence: dict[int, Location] = {}
-        self._last_backward: Location = ("", "", "", ())
+        self._last_backward: Location = ("", "", "", (), -1)
 
     def share_lines(self, by_sequence: dict[int, Location]) -> None:
         """Takes part in the lines of other traces on this thread, whose graphs may be run backward in this one."""
         self._by_sequence = by_sequence
 
-    def current(self, graph_task: int) -> Location:
+    def current(self, graph_task: int, index: int) -> Location:
         """The running module and the user's line; for an op of autograd itself those of the forward op behind it.
 
         A node of the graph takes the next sequence number when its forward op is called, just before that op arrives
@@ -937,10 +952,10 @@ class Locations:
             behind = self._behind_current_node()
             module = behind[0] if module is None else module
             if crossed and behind[1]:
-                line, caller, own = behind[1:]
-            location = self._last_backward = (module, line, caller, own)
+                line, caller, own = behind[1:4]
+            location = self._last_backward = (module, line, caller, own, behind[4])
         else:
-            location = (module or "", line, caller, own)
+            location = (module or "", line, caller, own, index)
         sequence = _next_sequence_number()
         if sequence > self._sequence:
             for number in range(self._sequence, sequence):

@@ -157,6 +157,14 @@ def is_nearpeak_file(filename: str) -> bool:
     return filename.startswith(_LIBRARY_FOLDERS[1] + "/")
 
 
+def user_file_name(filename: str) -> str:
+    """The name of a file with code of the user's, or of an installed package other than torch; else ""."""
+    name = _user_file_names.get(filename)
+    if name is None:
+        name = _user_file_names[filename] = _user_file(filename)
+    return name
+
+
 def is_user_file(filename: str) -> bool:
     """Whether a file has code of the user's."""
     return bool(_user_file(filename))
@@ -246,9 +254,7 @@ class UserLines:
             if code is AUTOGRAD_ENGINE_CODE:
                 called, caller = self._above_engine(frame)
                 return called, True, caller
-            name = _user_file_names.get(code.co_filename)
-            if name is None:
-                name = _user_file_names[code.co_filename] = _user_file(code.co_filename)
+            name = user_file_name(code.co_filename)
             if name:
                 line, is_own = _line_at(frame, name)
                 return line, False, "" if is_own else self._caller(frame.f_back)

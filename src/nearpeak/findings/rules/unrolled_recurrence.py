@@ -12,7 +12,6 @@ from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.loops import (
     Loop,
-    backward_of,
     batched_seconds,
     line_range,
     python_between_turns,
@@ -66,7 +65,7 @@ def unrolled_recurrence(step: Step) -> Iterator[Waste]:
         known = [item for item in runs if item is not None]
         if len(known) < len(runs):
             continue
-        forward, backward = loop.members, backward_of(step, loop)
+        forward, backward = loop.members, loop.backward_members
         members = [*forward, *backward]
         remaining_s = _remaining_seconds(step, loop, known, backward)
         gains, gone = replacement_claims(step, members, remaining_s)
