@@ -73,10 +73,11 @@ def batched_seconds(step: Step, members: Collection[int]) -> float:
     for index in members:
         op = step.ops[index]
         groups.setdefault((op.name, op.source, op.phase), []).append(index)
-    return sum(min(step.seconds(group), _one_op_seconds(step, group)) for group in groups.values())
+    return sum(min(step.seconds(group), one_op_seconds(step, group)) for group in groups.values())
 
 
-def _one_op_seconds(step: Step, group: Sequence[int]) -> float:
+def one_op_seconds(step: Step, group: Sequence[int]) -> float:
+    """The time of a good kernel that does the work of several ops of one operator."""
     reads: list[Access] = []
     writes: list[Access] = []
     flops: dict[str, float] = {}
@@ -135,6 +136,34 @@ def python_between_turns(step: Step, loop: Loop) -> tuple[IdleCause, ...]:
     ops."""
     places = {step.ops[index].place for index in loop.members} - {""} if step.machine.kind == "cpu" else set()
     return tuple(cause for cause in step.idle_causes("python") if cause.where in places and cause.count > 1)
+
+
+def slowest_line(step: Step, loop: Loop) -> str:
+    """The line in the function of the loop at which most time is spent."""
+    times: dict[str, float] = {}
+    python = step.trace.python or {}
+    for index in loop.members:
+        for turn in step.ops[index].turns:
+            if turn.loop == loop.line:
+                took_s = step.time(index) + step.measured[index].launch_wait_s + 1e-9
+                times[turn.line] = times.get(turn.line, 0.0) + took_s
+                stacks = python[index].stacks if index in python else {}
+                for stack, count in stacks.items():
+                    here = next((item.line for item in stack if item.is_in_function_of(turn.line)), turn.line)
+                    times[here] = times.get(here, 0.0) + python[index].seconds * count / sum(stacks.values())
+    return max(times, key=lambda line: times[line])
+
+
+def has_own_weights(step: Step, loop: Loop) -> bool:
+    """Whether each turn has parameters that no other one has."""
+    own = [parameters_of(step, turn) for turn in loop.runs[0]]
+    return all(own) and sum(map(len, own)) == len(set().union(*own))
+
+
+def parameters_of(step: Step, turn: Sequence[int]) -> set[int]:
+    """The parameters that the ops of a turn read, by their storages."""
+    read = {storage for index in turn for storage in step.flow.read_by[index]} & step.trace.storages.keys()
+    return {storage for storage in read if step.trace.storages[storage].kind == "parameter"}
 
 
 def line_range(lines: Sequence[str]) -> str:

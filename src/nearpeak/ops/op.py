@@ -94,13 +94,12 @@ class Turn(NamedTuple):
     """A turn of a loop of the user's code."""
 
     loop: str
-    """The line of the loop: "train.py:40". Of a loop of torch's own that calls the user's code, the line that calls
-    torch."""
+    """The line of the loop: "train.py:40". Of a loop of torch's own, that of the user's function that it calls."""
     run: int
     """The number of this run of the loop, in which no two loops of a trace agree."""
     turn: int
     line: str
-    """The line that runs in the function of the loop, or of the user's code that torch's loop calls."""
+    """The line that runs in the function of the loop, or in the function that torch's loop calls."""
 
 
 @fast_init

@@ -186,12 +186,11 @@ class LoopTurns:
         turns: list[Turn] = []
         torchs: list[_Running] = []
         """Loops of torch's own since the last function of the user's."""
-        line = ""
         for level in self._levels:
             if level.file:
-                above, line = line, f"{level.file}:{_line_of(level.code, level.instruction)}"
-                if above:
-                    turns += [Turn(above, item.run, item.turn, line) for item in torchs]
+                line = f"{level.file}:{_line_of(level.code, level.instruction)}"
+                function = f"{level.file}:{level.code.co_firstlineno}"
+                turns += [Turn(function, item.run, item.turn, line) for item in torchs if turns]
                 torchs = []
                 turns += [Turn(f"{level.file}:{item.loop.line}", item.run, item.turn, line) for item in level.loops]
             else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.loops import Loop, has_own_weights, slowest_line
 from nearpeak.findings.step import Step
 from nearpeak.profiles.idle import BETWEEN_OPS, LAUNCHED_LATE, PROFILER_SLOWDOWN, IdleCause
 from nearpeak.profiles.profile import GraphBreak, Profile
@@ -16,6 +17,8 @@ from nearpeak.units import percent, seconds
 
 MIN_IDLE_SHARE = 0.1
 """Of the step. With less idle time, a CUDA graph gains too little to be worth its constraints."""
+_MOST_WAITS = 0.5
+"""Of the time that the device waits for launches: a loop with more is where it waits."""
 GRAPH_LAUNCH_S = 1e-6
 """Seconds between two kernels of a CUDA graph, if it was not measured."""
 
@@ -39,14 +42,21 @@ def launch_bound(step: Step) -> Iterator[Waste]:
     if clean_s - remains_s < MIN_IDLE_SHARE * profile.wall_s:
         return
     waits = sum(cause.count for cause in profile.idle if cause.cause == "synchronization")
+    loop = _loop_that_launches(step)
     yield Waste(
         title="The device waits for the host: ops are launched more slowly than they run.",
         op=None,
+        source="" if loop is None else slowest_line(step, loop),
         idle=split_saving(late, clean_s - remains_s),
         launch_s={index: 0.0 for index, op in enumerate(profile.ops) if op.kernels and index not in inside},
         evidence=f"{kernels:,} kernels ran for {seconds(profile.kernel_s)}, "
         f"{seconds(profile.kernel_s / max(1, kernels))} each; the device was idle for {seconds(idle_s)} of "
-        f"{seconds(profile.wall_s)} because the next was not launched yet{_slowest_place(late)}.",
+        f"{seconds(profile.wall_s)} because the next was not launched yet{_slowest_place(late)}."
+        + (
+            ""
+            if loop is None
+            else f" Most of them are launched in the {len(loop.turns):,} turns of the loop at {loop.line}."
+        ),
         reasoning=f"A CUDA graph launches them all at once. {seconds(remains_s)} remain between {gaps:,} kernels."
         + (
             ""
@@ -55,6 +65,22 @@ def launch_bound(step: Step) -> Iterator[Waste]:
         ),
         remedy=_remedy(profile, waits),
     )
+
+
+def _loop_that_launches(step: Step) -> Loop | None:
+    """The loop that the device waits for most, apart from what other rules claim; not one over layers of their own."""
+    waits = {
+        index: op.launch_wait_s
+        for index, op in enumerate(step.measured)
+        if op.launch_wait_s and index not in step.claimed
+    }
+    loops = [
+        (sum(waits.get(index, 0.0) for index in (*loop.members, *loop.backward_members)), number)
+        for number, loop in enumerate(step.loops)
+        if not has_own_weights(step, loop)
+    ]
+    waited_s, number = max(loops, default=(0.0, 0))
+    return step.loops[number] if waited_s > _MOST_WAITS * sum(waits.values()) > 0.0 else None
 
 
 def _share_outside_of_graphs(profile: Profile) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from nearpeak.bound.fusion import fusion_groups
@@ -113,7 +113,7 @@ def _waste(step: Step, region: Region) -> Waste | None:
     lines = sorted({step.ops[index].source for index in members} - {""})
     return Waste(
         title=f"{len(members)} small ops, each a kernel of its own, could be one.",
-        op=slowest_op(step, region.forward),
+        op=_op_at_slowest_line(step, region.forward),
         gains=saving.gains,
         gone=saving.gone,
         evidence=saving.evidence(step, f" ({', '.join(lines)})" if 1 < len(lines) <= 4 else ""),
@@ -124,6 +124,15 @@ def _waste(step: Step, region: Region) -> Waste | None:
         else "Put these lines into a function of its own and compile it:\n"
         "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
     )
+
+
+def _op_at_slowest_line(step: Step, members: Collection[int]) -> int:
+    """The slowest op of the line that takes most time; in a loop, that of many short ops."""
+    times: dict[str, float] = {}
+    for index in members:
+        times[step.ops[index].source] = times.get(step.ops[index].source, 0.0) + step.time(index)
+    slowest = max(times, key=lambda line: times[line])
+    return slowest_op(step, [index for index in members if step.ops[index].source == slowest])
 
 
 class _TorchFunction(NamedTuple):

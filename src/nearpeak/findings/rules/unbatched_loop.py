@@ -1,0 +1,349 @@
+"""A Python loop handles items one at a time, none of which needs a result of another: ops on all of them would do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nearpeak.bound.tiles import FACTORS, product_sizes
+from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.experts import expert_loops
+from nearpeak.findings.host_reads import is_read, reading_loops
+from nearpeak.findings.loops import Loop, has_own_weights, one_op_seconds, parameters_of, slowest_line
+from nearpeak.findings.regions import launch_wait_seconds
+from nearpeak.findings.step import Step
+from nearpeak.findings.what_if import gemm_op
+from nearpeak.ops.op import Op
+from nearpeak.ops.tensor import Tensor
+from nearpeak.profiles.idle import WORKERS_STARTED, IdleCause
+from nearpeak.units import seconds
+
+MIN_GAIN = 0.1
+"""Of the time of the loop. Items that fill the machine gain nothing from company."""
+_ORDINARY = 0.7
+"""An op that this share of the turns has is one of an ordinary turn."""
+_MIN_ALIKE = 0.8
+"""The least share of the ops of a loop that are those of ordinary turns, with the same shapes but for one size."""
+_MOST_OF_OUTER = 0.5
+"""An inner loop with more of the saving of an outer one is the one to change."""
+_MAX_SLOWNESS = 3.0
+"""The ops of a loop may be slower than good kernels because of their strides, which an op on all items has too; what is
+slower than that is so because of something else."""
+_SUMS = (
+    *(f"aten.{name}{end}" for name in ("add", "sub", "mul", "maximum", "minimum", "logaddexp") for end in ("", "_")),
+    *("aten.cat", "aten.logical_or", "aten.logical_and", "aten.bitwise_or", "aten.index_add_", "aten.copy_"),
+    *("aten.index_put_", "aten.scatter_add_"),
+)
+"""Operators that gather what the turns have computed, in any order: a sum, the largest, a longer tensor."""
+
+_LOADER_REMEDY = (
+    "sampler = torch.utils.data.BatchSampler(RandomSampler(dataset), batch_size, drop_last=True)\n"
+    "DataLoader(dataset, batch_size=None, sampler=sampler)  # __getitem__ gets a list of rows, and takes all of them\n"
+    "# or num_workers=4, persistent_workers=True, which do it beside the step"
+)
+
+
+@rule("unbatched-loop", needs=["storages", "lines"])
+def unbatched_loop(step: Step) -> Iterator[Waste]:
+    """Loops whose turns run the same ops and are independent but for sums, compared with one op for all turns."""
+    others = {index for experts in expert_loops(step) for index in experts.members}
+    others |= {index for loop in reading_loops(step) for index in loop.members}
+    batches = [
+        _Batch.of(step, loop)
+        for loop in step.loops
+        if not others.intersection(loop.members) and _can_be_batched(step, loop)
+    ]
+    for batch in batches:
+        within = set(batch.members)
+        overlapping = [other for other in batches if other is not batch and within.intersection(other.members)]
+        if all(_is_preferred(batch, other) for other in overlapping) and batch.is_worth_it(step):
+            yield batch.waste(step)
+
+
+def _can_be_batched(step: Step, loop: Loop) -> bool:
+    if any(step.ops[index].phase == "optimizer" or step.ops[index].origin == "inductor" for index in loop.members):
+        return False
+    if _alternates(loop):  # gradients are accumulated, to save memory
+        return False
+    return all(_are_independent(step, run) for run in loop.runs) and _are_alike(step, loop)
+
+
+def _alternates(loop: Loop) -> bool:
+    """Whether the backward pass of a turn runs before the forward pass of the next turn of the same run."""
+    return any(
+        back and max(back) < following[0]
+        for run, backward in zip(loop.runs, loop.backward, strict=True)
+        for back, following in zip(backward, run[1:], strict=False)
+    )
+
+
+def _are_independent(step: Step, run: Sequence[Sequence[int]]) -> bool:
+    """Whether what a turn takes from those before it goes into sums alone."""
+    earlier: set[int] = set()
+    for turn in run:
+        carried: set[int] = set()
+        for index in turn:
+            op = step.ops[index]
+            needs = {
+                writer
+                for storage, writer in step.flow.producers[index].items()
+                if writer in carried or (writer in earlier and _reads_what(op, step.ops[writer], storage))
+            }
+            if needs:
+                if op.packet not in _SUMS and step.costs[index].family != "view":
+                    return False
+                carried.add(index)
+        earlier.update(turn)
+    return True
+
+
+def _reads_what(op: Op, writer: Op, storage: int) -> bool:
+    """Whether an op reads elements of a storage that another one wrote, as far as offsets tell."""
+    for read in op.inputs:
+        for written in writer.written:
+            if read.storage == written.storage == storage and not _are_apart(read, written):
+                return True
+    return False
+
+
+def _are_apart(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.strides) == (other.shape, other.strides):
+        return one.offset != other.offset  # two rows or columns
+    first, second = sorted((one, other), key=lambda tensor: tensor.offset)
+    span = sum((size - 1) * stride for size, stride in zip(first.shape, first.strides, strict=True))
+    return first.offset + span < second.offset
+
+
+def _are_alike(step: Step, loop: Loop) -> bool:
+    """Whether nearly all ops are those of ordinary turns, and have the same shapes but for one size."""
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for key, index in _keyed(step, loop.runs):
+        groups.setdefault(key[1:], []).append(index)
+    turns, total = len(loop.turns), len(loop.members)
+    alike = sum(
+        len(group) for group in groups.values() if len(group) >= _ORDINARY * turns and _have_one_shape(step, group)
+    )
+    return alike >= _MIN_ALIKE * total
+
+
+def _have_one_shape(step: Step, group: Sequence[int]) -> bool:
+    """Whether results differ in one size at most; a convolution needs images of one size."""
+    shapes = {tuple(tensor.shape for tensor in step.ops[index].outputs[:1]) for index in group}
+    sizes = [shape for shapes_of in shapes for shape in shapes_of]
+    if len({len(shape) for shape in sizes}) > 1:
+        return False
+    differing = [place for place, values in enumerate(zip(*sizes, strict=True)) if len(set(values)) > 1]
+    if step.costs[group[0]].family == "convolution":
+        return differing in ([], [0])
+    return len(differing) <= 1
+
+
+def _keyed(step: Step, runs: Sequence[Sequence[Sequence[int]]]) -> Iterator[tuple[tuple[int, str, str, str, int], int]]:
+    """Each op with the run, its operator, line and phase, and which of such ops of its turn it is."""
+    for number, run in enumerate(runs):
+        for turn in run:
+            seen: Counter[tuple[str, str, str]] = Counter()
+            for index in turn:
+                op = step.ops[index]
+                kind = (op.name, op.source, op.phase)
+                yield (number, *kind, seen[kind]), index
+                seen[kind] += 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Batch:
+    """A loop as ops on all items."""
+
+    loop: Loop
+    members: list[int]
+    """The ops of both passes."""
+    gains: dict[int, float]
+    gone: list[int]
+    idle: tuple[tuple[IdleCause, float], ...]
+    """Waits of the host, stretches of Python, collections of garbage and waits for a data loader in the turns, with the
+    seconds of each that go."""
+
+    @classmethod
+    def of(cls, step: Step, loop: Loop) -> _Batch:
+        groups: dict[tuple[object, ...], list[int]] = {}
+        for runs in (loop.runs, loop.backward):
+            for key, index in _keyed(step, runs):
+                groups.setdefault(key, []).append(index)
+        gains: dict[int, float] = {}
+        gone: list[int] = []
+        for group in groups.values():
+            left_s = _at_once_seconds(step, group)
+            for index in group:  # the first ops stay, as long as all of them together would take
+                stays_s = min(left_s, step.time(index))
+                left_s -= stays_s
+                gains[index] = step.time(index) - stays_s
+            gone += group[1:]
+        members = sorted(index for group in groups.values() for index in group)
+        return cls(loop=loop, members=members, gains=gains, gone=gone, idle=tuple(_idle(step, loop)))
+
+    @property
+    def _idle_s(self) -> float:
+        return sum(time for _, time in self.idle)
+
+    @property
+    def saved_s(self) -> float:
+        """The time of ops, and of waiting and Python between them."""
+        return sum(self.gains.values()) + self._idle_s
+
+    def is_worth_it(self, step: Step) -> bool:
+        """Whether a good share of the time of the loop is saved."""
+        waits_s = launch_wait_seconds(step, self.members) + self._idle_s
+        saved_s = sum(self.gains.values()) + launch_wait_seconds(step, self.gone) + self._idle_s
+        return saved_s > MIN_GAIN * (step.seconds(self.members) + waits_s)
+
+    def waste(self, step: Step) -> Waste:
+        """The finding."""
+        turns = len(self.loop.turns)
+        launched = [index for index in self.members if step.costs[index].family != "view"] or self.members
+        took = step.seconds(self.members)
+        backward = any(turn for run in self.loop.backward for turn in run)
+        waits = sum(cause.count for cause, _ in self.idle if cause.cause == "synchronization")
+        idle: dict[str, float] = {}
+        for cause, time in self.idle:
+            idle[cause.cause] = idle.get(cause.cause, 0.0) + time
+        line = slowest_line(step, self.loop)
+        remaining_s = took - sum(self.gains.values())
+        own_weights = has_own_weights(step, self.loop)
+        return Waste(
+            title=f"A Python loop handles {len(self.loop.runs[0])} items one at a time"
+            + (", and the host waits for each." if waits >= turns else "."),
+            op=next((index for index in self.members if step.ops[index].source == line), None),
+            source=line,
+            gains=self.gains,
+            gone=self.gone,
+            replaces=True,
+            idle=idle,
+            causes=[cause for cause, _ in self.idle],
+            evidence=f"The loop at {self.loop.line} takes {turns:,} turns, {len(launched) / turns:.0f} ops each"
+            + (" with their backward pass" if backward else "")
+            + f": {seconds(took)} in {len(launched):,} ops of {seconds(took / max(1, len(launched)))}"
+            + (f", and {waits:,} waits of the host" if waits else "")
+            + (f", in {seconds(idle['input'])} of waiting for a data loader" if "input" in idle else "")
+            + ". No turn needs a result of another, but for sums.",
+            reasoning=f"One op for all items in place of each op of a turn: {seconds(remaining_s)} in ops, and "
+            f"{len(self.gone):,} calls less.",
+            remedy=_LOADER_REMEDY if "input" in idle else _remedy(step, self.loop, own_weights=own_weights),
+        )
+
+
+def _idle(step: Step, loop: Loop) -> Iterator[tuple[IdleCause, float]]:
+    """The idle time in the turns, with the seconds that go with them."""
+    members = set(loop.members)
+    places = {step.ops[index].place for index in members} - {""}
+    callers = {turn.line for index in members for turn in step.ops[index].turns if turn.loop != loop.line}
+    for cause in step.profile.idle:
+        if cause.cause in ("synchronization", "garbage collection"):
+            if cause.where in places:
+                yield cause, cause.seconds
+        elif cause.cause == "python" and not cause.what:
+            if cause.where in places and cause.count >= len(loop.runs[0]):
+                yield cause, cause.seconds
+        elif cause.cause == "input" and cause.where in callers and cause.what != WORKERS_STARTED:
+            inside = [
+                index for index, op in enumerate(step.ops) if any(turn.line == cause.where for turn in op.turns[:-1])
+            ]
+            yield cause, cause.seconds * len(members.intersection(inside)) / len(inside)
+    if has_own_weights(step, loop):  # an optimizer goes through all parameters in Python
+        of_loop = {storage for turn in loop.runs[0] for storage in parameters_of(step, turn)}
+        stays = len(of_loop) / len(loop.runs[0])
+        everything = sum(storage.kind == "parameter" for storage in step.trace.storages.values())
+        updated = {op.place for op in step.ops if op.phase == "optimizer"}
+        for cause in step.idle_causes("python"):
+            if cause.where in updated and not cause.what:
+                yield cause, cause.seconds * (len(of_loop) - stays) / everything
+
+
+def _is_preferred(batch: _Batch, other: _Batch) -> bool:
+    """Of an outer and an inner loop, the inner one if it has most of what the outer one saves."""
+    inner, outer = sorted((batch, other), key=lambda item: len(item.members))
+    better = (
+        inner
+        if inner.saved_s + len(inner.gone) * 1e-6 > _MOST_OF_OUTER * (outer.saved_s + len(outer.gone) * 1e-6)
+        else outer
+    )
+    return better is batch
+
+
+def _at_once_seconds(step: Step, group: Sequence[int]) -> float:
+    """The time of one op that does the work of the ops of a group, which differ in their items."""
+    took = step.seconds(group)
+    if len(group) < 2 or not took:
+        return took
+    op, family = step.ops[group[0]], step.costs[group[0]].family
+    if family == "creation":
+        return took / len(group)
+    good_s = sum(step.measured[index].expected_s or 0.0 for index in group)
+    slower = min(max(1.0, took / good_s), _MAX_SLOWNESS) if good_s else 1.0
+    sizes = [product_sizes(step.ops[index]) if op.packet in FACTORS else None for index in group]
+    products = [size for size in sizes if size is not None]
+    if len(products) == len(group):
+        at_once_s = step.expected(_one_product(step, group, products))
+    elif family in ("convolution", "attention"):
+        at_once_s = step.expected(_with_rows(step, op, len(group)))
+    else:
+        at_once_s = one_op_seconds(step, group)
+    return took if at_once_s is None else min(took, slower * at_once_s)
+
+
+def _one_product(step: Step, group: Sequence[int], sizes: Sequence[tuple[int, int, int, int]]) -> Op:
+    """The product of all items: more rows or columns if all turns have one factor in common, a longer contraction if
+    their results are added up, and else a batch."""
+    op = step.ops[group[0]]
+    left, right = ({_address(step.ops[index], FACTORS[op.packet][number]) for index in group} for number in (0, 1))
+    batch, m, n, k = sizes[0]
+    dtype, tf32 = op.tensor(FACTORS[op.packet][0]).dtype, op.tf32_products
+    if len(right) == 1:
+        m = sum(size[1] for size in sizes)
+    elif len(left) == 1:
+        n = sum(size[2] for size in sizes)
+    elif op.phase == "backward" and any(
+        step.ops[reader].packet in ("aten.add", "aten.add_") for index in group for reader in step.flow.consumers[index]
+    ):
+        k = sum(size[3] for size in sizes)
+    else:
+        batch *= len(group)
+        m, n, k = (max(size[place] for size in sizes) for place in (1, 2, 3))
+    return gemm_op(batch, m, n, k, dtype=dtype, tf32=tf32)
+
+
+def _address(op: Op, argument: str) -> tuple[int, int]:
+    tensor = op.tensor(argument)
+    return tensor.storage, tensor.offset
+
+
+def _with_rows(step: Step, op: Op, times: int) -> Op:
+    """The op with so many times the batch; parameters stay as they are."""
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(grown, value))
+        storage = step.trace.storages.get(value.storage) if isinstance(value, Tensor) else None
+        if storage is None or len(value.shape) < 2 or storage.kind in ("parameter", "buffer"):
+            return value
+        return dataclasses.replace(value, shape=(value.shape[0] * times, *value.shape[1:]))
+
+    arguments = {name: grown(value) for name, value in op.arguments.items()}
+    return dataclasses.replace(op, arguments=arguments, outputs=grown(op.outputs))
+
+
+def _remedy(step: Step, loop: Loop, *, own_weights: bool) -> str:
+    if own_weights:
+        return (
+            "layer = torch.nn.Linear(inputs, items * outputs)  # one layer in place of one for each item\n"
+            "y = layer(x).unflatten(-1, (items, outputs))  # or torch.bmm with stacked weights, where inputs differ"
+        )
+    reads = any(is_read(step.ops[index]) for index in loop.members)
+    return (
+        "y = f(items)  # once, with the items as a dimension of the tensors (torch.stack, unsqueeze), in place of the "
+        "loop;\n# items of different lengths padded, with a mask"
+        + ("\n# numbers that the loop reads stay tensors: gather, index, torch.where" if reads else "")
+        + "\ny = torch.vmap(f)(items)  # the same, of a function as it is"
+    )
