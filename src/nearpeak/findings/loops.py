@@ -22,6 +22,8 @@ class Loop:
     """A loop at a line. A function that is called several times runs it several times."""
 
     line: str
+    number: int
+    """There may be several loops at one line."""
     runs: tuple[tuple[tuple[int, ...], ...], ...]
     """For each run of the loop its turns, each with the indices of its ops in order."""
     backward: tuple[tuple[tuple[int, ...], ...], ...]
@@ -45,14 +47,15 @@ class Loop:
 
 def find_loops(ops: Sequence[Op]) -> tuple[Loop, ...]:
     """The loops of the user's code around the ops, the first to start first; an inner loop follows its outer one."""
-    lines: dict[str, dict[int, dict[int, tuple[list[int], list[int]]]]] = {}
-    """By the line of a loop, the number of its run and of its turn: the ops of the turn, and those backward."""
+    lines: dict[tuple[str, int], dict[int, dict[int, tuple[list[int], list[int]]]]] = {}
+    """By the line and number of a loop, the number of its run and of its turn: the ops of the turn, and those
+    backward."""
     for index, op in enumerate(ops):
-        for loop, run, turn, _ in op.turns:
-            members = lines.setdefault(loop, {}).setdefault(run, {}).setdefault(turn, ([], []))
+        for loop, number, run, turn, _ in op.turns:
+            members = lines.setdefault((loop, number), {}).setdefault(run, {}).setdefault(turn, ([], []))
             members[op.phase == "backward"].append(index)
     loops: list[Loop] = []
-    for line, by_run in lines.items():
+    for (line, number), by_run in lines.items():
         runs = [[by_run[run][turn] for turn in sorted(by_run[run])] for run in sorted(by_run)]
         runs = [[turn for turn in run if turn[0]] for run in runs]
         runs = [run for run in runs if len(run) >= MIN_TURNS]
@@ -60,7 +63,7 @@ def find_loops(ops: Sequence[Op]) -> tuple[Loop, ...]:
             forward, backward = (
                 tuple(tuple(tuple(turn[part]) for turn in run) for run in runs) for part in (False, True)
             )
-            loops.append(Loop(line=line, runs=forward, backward=backward))
+            loops.append(Loop(line=line, number=number, runs=forward, backward=backward))
     return tuple(loops)
 
 
@@ -144,7 +147,7 @@ def slowest_line(step: Step, loop: Loop) -> str:
     python = step.trace.python or {}
     for index in loop.members:
         for turn in step.ops[index].turns:
-            if turn.loop == loop.line:
+            if turn.number == loop.number:
                 took_s = step.time(index) + step.measured[index].launch_wait_s + 1e-9
                 times[turn.line] = times.get(turn.line, 0.0) + took_s
                 stacks = python[index].stacks if index in python else {}

@@ -95,6 +95,8 @@ class Turn(NamedTuple):
 
     loop: str
     """The line of the loop: "train.py:40". Of a loop of torch's own, that of the user's function that it calls."""
+    number: int
+    """Of the loop: there may be several at one line."""
     run: int
     """The number of this run of the loop, in which no two loops of a trace agree."""
     turn: int

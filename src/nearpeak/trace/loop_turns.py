@@ -26,6 +26,7 @@ class _LoopCode(NamedTuple):
     start: int
     end: int
     line: int
+    number: int
 
 
 @dataclass(slots=True)
@@ -45,6 +46,8 @@ class _Level:
     """Its name; "" for torch and for other code that is not the user's."""
     loops: list[_Running]
     """Those around the instruction, the outermost first."""
+    has_moved: bool = False
+    """Whether it has run ops at another instruction before, in this turn."""
 
 
 @dataclass(slots=True)
@@ -150,8 +153,9 @@ class LoopTurns:
                 if instruction < level.instruction:
                     around[-1].turn += 1
                 known = {item.loop for item in around}
-                entered = self._enter(level.code, instruction)
-                level.loops = around + [item for item in entered if item.loop not in known]
+                entered = [item for item in self._enter(level.code, instruction) if item.loop not in known]
+                level.has_moved = instruction > level.instruction and not entered
+                level.loops = around + entered
                 level.instruction = instruction
                 common += 1
             else:  # another call, from the same instruction
@@ -167,10 +171,21 @@ class LoopTurns:
         ]
 
     def _repeat(self, position: int) -> None:
-        """A function runs the same instruction again: it or the nearest of its callers with a loop takes a turn."""
+        """A function runs the same instruction again: it or the nearest of its callers with a loop takes a turn.
+
+        A function whose ops before the instruction did not run again has called something that loops, such as `map`.
+        """
         for level in reversed(self._levels[: position + 1]):
+            if level.has_moved and not (level.loops and level.loops[-1].loop.number < 0):
+                place = id(level.code), level.instruction
+                number = _call_numbers.setdefault(place, -1 - len(_call_numbers))
+                line = _line_of(level.code, level.instruction)
+                loop = _LoopCode(level.instruction, level.instruction + 1, line, number)
+                level.loops.append(_Running(loop, next(self._numbers), 0))
+                return
             if level.loops:
                 level.loops[-1].turn += 1
+                level.has_moved &= level.loops[-1].loop.number < 0
                 return
 
     def _stretch(self) -> _Stretch:
@@ -190,9 +205,12 @@ class LoopTurns:
             if level.file:
                 line = f"{level.file}:{_line_of(level.code, level.instruction)}"
                 function = f"{level.file}:{level.code.co_firstlineno}"
-                turns += [Turn(function, item.run, item.turn, line) for item in torchs if turns]
+                turns += [Turn(function, item.loop.number, item.run, item.turn, line) for item in torchs if turns]
                 torchs = []
-                turns += [Turn(f"{level.file}:{item.loop.line}", item.run, item.turn, line) for item in level.loops]
+                turns += [
+                    Turn(f"{level.file}:{item.loop.line}", item.loop.number, item.run, item.turn, line)
+                    for item in level.loops
+                ]
             else:
                 torchs += level.loops
         return tuple(turns)
@@ -213,6 +231,9 @@ def _repeats(names: Sequence[str], length: int) -> bool:
 
 _loops: dict[int, tuple[CodeType, tuple[_LoopCode, ...]]] = {}
 """Results of `_loops_of` by the ids of the codes, which are stored to keep the ids unique."""
+_loop_numbers = itertools.count()
+_call_numbers: dict[tuple[int, int], int] = {}
+"""The numbers of loops inside of what an instruction calls, by the id of the code and the instruction."""
 _lines: dict[tuple[int, int], tuple[CodeType, int]] = {}
 
 
@@ -230,7 +251,10 @@ def _loops_of(code: CodeType) -> tuple[_LoopCode, ...]:
                 exits[item.offset] = item.argval
             elif "JUMP_BACKWARD" in item.opname and "NO_INTERRUPT" not in item.opname:  # that one waits for a generator
                 ends[item.argval] = max(ends.get(item.argval, 0), item.offset + 1)
-        found = [_LoopCode(start, exits.get(start, end), _line_of(code, start)) for start, end in ends.items()]
+        found = [
+            _LoopCode(start, exits.get(start, end), _line_of(code, start), next(_loop_numbers))
+            for start, end in ends.items()
+        ]
         cached = _loops[id(code)] = code, tuple(sorted(found, key=lambda loop: (loop.start, -loop.end)))
     return cached[1]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,10 +34,10 @@ _MAX_SLOWNESS = 3.0
 slower than that is so because of something else."""
 _SUMS = (
     *(f"aten.{name}{end}" for name in ("add", "sub", "mul", "maximum", "minimum", "logaddexp") for end in ("", "_")),
-    *("aten.cat", "aten.logical_or", "aten.logical_and", "aten.bitwise_or", "aten.index_add_", "aten.copy_"),
+    *("aten.logical_or", "aten.logical_and", "aten.bitwise_or", "aten.index_add_", "aten.copy_"),
     *("aten.index_put_", "aten.scatter_add_"),
 )
-"""Operators that gather what the turns have computed, in any order: a sum, the largest, a longer tensor."""
+"""Operators that gather what the turns have computed, in any order: a sum, the largest."""
 
 _LOADER_REMEDY = (
     "sampler = torch.utils.data.BatchSampler(RandomSampler(dataset), batch_size, drop_last=True)\n"
@@ -48,14 +48,14 @@ _LOADER_REMEDY = (
 
 @rule("unbatched-loop", needs=["storages", "lines"])
 def unbatched_loop(step: Step) -> Iterator[Waste]:
-    """Loops whose turns run the same ops and are independent but for sums, compared with one op for all turns."""
+    """Loops whose turns run the same ops and are independent but for sums, compared with one op for all turns.
+
+    Of a recurrence, the part of the turns that needs nothing of the turns before.
+    """
     others = {index for experts in expert_loops(step) for index in experts.members}
     others |= {index for loop in reading_loops(step) for index in loop.members}
-    batches = [
-        _Batch.of(step, loop)
-        for loop in step.loops
-        if not others.intersection(loop.members) and _can_be_batched(step, loop)
-    ]
+    parts = [_part_for_all(step, loop) for loop in step.loops if not others.intersection(loop.members)]
+    batches = [_Batch.of(step, *part) for part in parts if part is not None]
     for batch in batches:
         within = set(batch.members)
         overlapping = [other for other in batches if other is not batch and within.intersection(other.members)]
@@ -63,12 +63,19 @@ def unbatched_loop(step: Step) -> Iterator[Waste]:
             yield batch.waste(step)
 
 
-def _can_be_batched(step: Step, loop: Loop) -> bool:
+def _part_for_all(step: Step, loop: Loop) -> tuple[Loop, bool] | None:
+    """The loop, or the part of its turns that does not need the turns before; and whether it is the whole. None if
+    nothing of it can run for all turns at once."""
     if any(step.ops[index].phase == "optimizer" or step.ops[index].origin == "inductor" for index in loop.members):
-        return False
-    if _alternates(loop):  # gradients are accumulated, to save memory
-        return False
-    return all(_are_independent(step, run) for run in loop.runs) and _are_alike(step, loop)
+        return None
+    if _alternates(loop) or _is_one_op_for_each_tensor(step, loop):  # which saves memory; or has rules of its own
+        return None
+    needing = set().union(*(_needing_others(step, run) for run in loop.runs))
+    are_sums = all(step.ops[index].packet in _SUMS or step.costs[index].family == "view" for index in needing)
+    if any(is_read(step.ops[index]) for index in needing):  # what the turns before gave decides what runs
+        return None
+    part = loop if are_sums else _independent_part(step, loop, needing)
+    return (part, are_sums) if part is not None and _are_alike(step, part) else None
 
 
 def _alternates(loop: Loop) -> bool:
@@ -80,24 +87,61 @@ def _alternates(loop: Loop) -> bool:
     )
 
 
-def _are_independent(step: Step, run: Sequence[Sequence[int]]) -> bool:
-    """Whether what a turn takes from those before it goes into sums alone."""
+def _is_one_op_for_each_tensor(step: Step, loop: Loop) -> bool:
+    """Whether a turn is one op, on a tensor that no other turn reads: there is an op for lists, or a wider product."""
+    launched = [
+        [index for index in turn if step.costs[index].family != "view"] for turn in (*loop.turns, loop.backward_members)
+    ]
+    if launched.pop() or any(len(turn) > 1 for turn in launched):
+        return False
+    read = Counter(storage for turn in launched for index in turn for storage in set(step.flow.read_by[index]))
+    return all(any(read[storage] == 1 for storage in step.flow.read_by[index]) for turn in launched for index in turn)
+
+
+def _needing_others(step: Step, run: Sequence[Sequence[int]]) -> set[int]:
+    """The ops that take something from the turns before."""
     earlier: set[int] = set()
+    needing: set[int] = set()
     for turn in run:
-        carried: set[int] = set()
         for index in turn:
             op = step.ops[index]
-            needs = {
-                writer
+            if any(
+                writer in needing if writer not in earlier else _reads_what(op, step.ops[writer], storage)
                 for storage, writer in step.flow.producers[index].items()
-                if writer in carried or (writer in earlier and _reads_what(op, step.ops[writer], storage))
-            }
-            if needs:
-                if op.packet not in _SUMS and step.costs[index].family != "view":
-                    return False
-                carried.add(index)
+            ):
+                needing.add(index)
         earlier.update(turn)
-    return True
+    return needing
+
+
+def _independent_part(step: Step, loop: Loop, needing: Collection[int]) -> Loop | None:
+    """What each turn computes from its own inputs, before it needs the turns before."""
+    fed: set[int] = set()
+    inside = set(loop.members)
+    for index in loop.members:
+        reads, producers = step.flow.read_by[index], step.flow.producers[index]
+        if index not in needing and any(
+            producers[storage] in fed if producers.get(storage) in inside else _is_data(step, storage)
+            for storage in reads
+        ):
+            fed.add(index)
+    counts = Counter(key[1:] for key, index in _keyed(step, loop.runs) if index in fed)
+    turns = len(loop.turns)
+    chosen = {index for key, index in _keyed(step, loop.runs) if index in fed and counts[key[1:]] >= _ORDINARY * turns}
+    if not chosen:
+        return None
+    places = {(step.ops[index].source, step.ops[index].module) for index in chosen}
+    places -= {(step.ops[index].source, step.ops[index].module) for index in inside - chosen if index in needing}
+    chosen |= {index for index in loop.backward_members if (step.ops[index].source, step.ops[index].module) in places}
+    runs, backward = (
+        tuple(tuple(tuple(index for index in turn if index in chosen) for turn in run) for run in part)
+        for part in (loop.runs, loop.backward)
+    )
+    return dataclasses.replace(loop, runs=runs, backward=backward)
+
+
+def _is_data(step: Step, storage: int) -> bool:
+    return storage in step.trace.storages and step.trace.storages[storage].kind in ("input", "intermediate")
 
 
 def _reads_what(op: Op, writer: Op, storage: int) -> bool:
@@ -158,6 +202,8 @@ class _Batch:
     """A loop as ops on all items."""
 
     loop: Loop
+    is_whole: bool
+    """Whether it is all of the loop, which goes, or a part that runs before the loop."""
     members: list[int]
     """The ops of both passes."""
     gains: dict[int, float]
@@ -167,7 +213,7 @@ class _Batch:
     seconds of each that go."""
 
     @classmethod
-    def of(cls, step: Step, loop: Loop) -> _Batch:
+    def of(cls, step: Step, loop: Loop, is_whole: bool) -> _Batch:
         groups: dict[tuple[object, ...], list[int]] = {}
         for runs in (loop.runs, loop.backward):
             for key, index in _keyed(step, runs):
@@ -182,7 +228,8 @@ class _Batch:
                 gains[index] = step.time(index) - stays_s
             gone += group[1:]
         members = sorted(index for group in groups.values() for index in group)
-        return cls(loop=loop, members=members, gains=gains, gone=gone, idle=tuple(_idle(step, loop)))
+        idle = tuple(_idle(step, loop)) if is_whole else ()
+        return cls(loop=loop, is_whole=is_whole, members=members, gains=gains, gone=gone, idle=idle)
 
     @property
     def _idle_s(self) -> float:
@@ -213,7 +260,11 @@ class _Batch:
         remaining_s = took - sum(self.gains.values())
         own_weights = has_own_weights(step, self.loop)
         return Waste(
-            title=f"A Python loop handles {len(self.loop.runs[0])} items one at a time"
+            title=(
+                f"A Python loop handles {len(self.loop.runs[0])} items one at a time"
+                if self.is_whole
+                else f"Each of {len(self.loop.runs[0])} turns of a Python loop computes what needs none of the others"
+            )
             + (", and the host waits for each." if waits >= turns else "."),
             op=next((index for index in self.members if step.ops[index].source == line), None),
             source=line,
@@ -227,10 +278,16 @@ class _Batch:
             + f": {seconds(took)} in {len(launched):,} ops of {seconds(took / max(1, len(launched)))}"
             + (f", and {waits:,} waits of the host" if waits else "")
             + (f", in {seconds(idle['input'])} of waiting for a data loader" if "input" in idle else "")
-            + ". No turn needs a result of another, but for sums.",
+            + (
+                ". No turn needs a result of another, but for sums."
+                if self.is_whole
+                else ", which take nothing from the turns before. The rest of a turn does."
+            ),
             reasoning=f"One op for all items in place of each op of a turn: {seconds(remaining_s)} in ops, and "
             f"{len(self.gone):,} calls less.",
-            remedy=_LOADER_REMEDY if "input" in idle else _remedy(step, self.loop, own_weights=own_weights),
+            remedy=_LOADER_REMEDY
+            if "input" in idle
+            else _remedy(step, self.loop, own_weights=own_weights, is_whole=self.is_whole),
         )
 
 
@@ -238,7 +295,7 @@ def _idle(step: Step, loop: Loop) -> Iterator[tuple[IdleCause, float]]:
     """The idle time in the turns, with the seconds that go with them."""
     members = set(loop.members)
     places = {step.ops[index].place for index in members} - {""}
-    callers = {turn.line for index in members for turn in step.ops[index].turns if turn.loop != loop.line}
+    callers = {turn.line for index in members for turn in step.ops[index].turns if turn.number != loop.number}
     for cause in step.profile.idle:
         if cause.cause in ("synchronization", "garbage collection"):
             if cause.where in places:
@@ -334,7 +391,9 @@ def _with_rows(step: Step, op: Op, times: int) -> Op:
     return dataclasses.replace(op, arguments=arguments, outputs=grown(op.outputs))
 
 
-def _remedy(step: Step, loop: Loop, *, own_weights: bool) -> str:
+def _remedy(step: Step, loop: Loop, *, own_weights: bool, is_whole: bool) -> str:
+    if not is_whole:
+        return "y = f(x)  # once before the loop, with all turns as a dimension of x; in the loop, y[:, t]"
     if own_weights:
         return (
             "layer = torch.nn.Linear(inputs, items * outputs)  # one layer in place of one for each item\n"

@@ -1,0 +1,245 @@
+"""Items that a loop handles one at a time, in the ways that people write it; and loops that are none of these."""
+
+import pytest
+import torch
+from gpu_steps import examined, found_in
+from planted import load, planted
+from torch import nn
+from torch.nn import functional
+
+from nearpeak.findings.rules.unbatched_loop import unbatched_loop
+
+ITEMS, ROWS, WIDTH = 12, 16, 32
+RULE = "unbatched-loop"
+
+
+def appended():
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, ITEMS, WIDTH)
+
+    def step():
+        out = []
+        for k in range(ITEMS):
+            out.append(torch.relu(layer(x[:, k])))
+        torch.stack(out).sum().backward()
+
+    return step
+
+
+def summed():
+    scores, wanted = torch.randn(ITEMS, ROWS), torch.rand(ITEMS, ROWS)
+
+    def step():
+        loss, count = 0.0, 0
+        for image in range(ITEMS):
+            loss += functional.binary_cross_entropy_with_logits(scores[image], wanted[image], reduction="sum")
+            count += (wanted[image] > 0.5).sum()
+        return loss / count
+
+    return step
+
+
+def selected():
+    """The number of rows differs from item to item, and nobody knows it before."""
+    x, kept = torch.randn(ITEMS, ROWS, WIDTH), torch.rand(ITEMS, ROWS) > 0.3
+
+    def step():
+        means = []
+        for rows, mask in zip(x, kept, strict=True):
+            means.append(rows[mask].square().mean(0))
+        return torch.stack(means)
+
+    return step
+
+
+def by_a_generator():
+    weight, x = torch.randn(WIDTH, WIDTH), torch.randn(ITEMS, ROWS, WIDTH)
+
+    def one(item):
+        return torch.softmax(item @ weight, -1)
+
+    def step():
+        return torch.cat([y[:1] for y in (one(item) for item in x)])
+
+    return step
+
+
+def into_a_buffer():
+    x = torch.randn(ITEMS, ROWS, WIDTH)
+
+    def step():
+        out = torch.empty(ITEMS, ROWS, WIDTH)
+        for number, item in enumerate(x):
+            out[number] = (item - item.mean()) / item.std()
+        return out
+
+    return step
+
+
+def in_place():
+    x = torch.randn(ITEMS, ROWS, WIDTH)
+
+    def step():
+        for number in range(ITEMS):
+            x[number] = x[number].flip(0) * 0.5
+        return x.sum()
+
+    return step
+
+
+def a_layer_for_each():
+    heads, x = nn.ModuleList(nn.Linear(WIDTH, 4) for _ in range(ITEMS)), torch.randn(ROWS, WIDTH)
+
+    def step():
+        sum(y.square().mean() for y in [head(x) for head in heads]).backward()
+
+    return step
+
+
+def by_map():
+    weight, x = torch.randn(WIDTH, WIDTH), torch.randn(ITEMS, ROWS, WIDTH)
+
+    def one(item):
+        return torch.softmax(item @ weight, -1)[:1]
+
+    def step():
+        for _ in range(1):  # a loop around it, as around every step
+            scaled = x * 2
+            out = torch.cat(list(map(one, scaled)))
+        return out
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "build", [by_map, appended, summed, selected, by_a_generator, into_a_buffer, in_place, a_layer_for_each]
+)
+def test_items_in_a_loop_are_one_finding(build):
+    step = examined(build, live=True, times=lambda op, expected: expected and max(expected, 3e-6))
+    wastes = list(unbatched_loop(step))
+    assert wastes
+    assert sum(len(waste.gone) for waste in wastes) > (ITEMS - 1) * len(step.ops) / ITEMS / 2
+    saved_s = sum(sum(waste.gains.values()) for waste in wastes)
+    assert saved_s > 0.6 * step.profile.kernel_s
+    claimed = {index for waste in wastes for index in waste.gains}
+    others = [item for item in found_in(step) if item.rule != RULE and set(item.ops) & claimed]
+    assert not others  # one waste is one finding
+
+
+def layers():
+    blocks, x = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(ITEMS)), torch.randn(ROWS, WIDTH)
+
+    def step():
+        h = x
+        for block in blocks:
+            h = h + torch.relu(block(h))
+        h.sum().backward()
+
+    return step
+
+
+def recurrence():
+    x, transitions = torch.randn(ROWS, ITEMS, WIDTH), torch.randn(WIDTH, WIDTH)
+
+    def step():
+        alpha = x[:, 0]
+        for t in range(1, ITEMS):
+            alpha = torch.logsumexp(alpha[:, :, None] + transitions, 1) + x[:, t]
+        return alpha
+
+    return step
+
+
+def read_by_the_next():
+    x = torch.randn(ITEMS, ROWS)
+
+    def step():
+        total, taken = torch.zeros(()), []
+        for row in x:
+            total = total + row.sum().abs()
+            if total.item() > 1e9:
+                break
+            taken.append(row.exp())
+        return taken
+
+    return step
+
+
+def gradients_accumulated():
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(ITEMS, ROWS, WIDTH)
+
+    def step():
+        for part in x:
+            layer(part).square().mean().backward()
+
+    return step
+
+
+def sizes_of_a_pyramid():
+    head = nn.Conv2d(4, 4, 3, padding=1)
+    levels = [torch.randn(1, 4, 4 * size, 4 * size) for size in (8, 6, 4, 2, 1)]
+
+    def step():
+        return [head(level).relu() for level in levels]
+
+    return step
+
+
+def three_terms():
+    x = torch.randn(3, ROWS)
+
+    def step():
+        return sum(row.exp().sum() for row in x)
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "build", [layers, recurrence, read_by_the_next, gradients_accumulated, sizes_of_a_pyramid, three_terms]
+)
+def test_loops_that_cannot_be_one_op_are_left_alone(build):
+    step = examined(build, live=True, times=lambda op, expected: expected and max(expected, 3e-6))
+    assert not list(unbatched_loop(step))
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_what_a_recurrence_computes_from_its_inputs_alone_can_run_before_it(train):
+    def build():
+        encoder, cell = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        frames = torch.randn(ROWS, ITEMS, WIDTH)
+
+        def step():
+            state = torch.zeros(ROWS, WIDTH)
+            for t in range(ITEMS):
+                seen = encoder(frames[:, t])
+                state = torch.tanh(cell(state) * seen)
+            return state.sum().backward() if train else state
+
+        return step
+
+    step = examined(build, live=True, times=lambda op, expected: expected and max(expected, 3e-6))
+    (waste,) = unbatched_loop(step)
+    inside = [step.ops[index] for index in waste.gains]
+    assert {op.source for op in inside} == {waste.source}
+    assert {op.packet for op in inside} >= {"aten.addmm", "aten.relu"} | ({"aten.mm"} if train else set())
+    assert "before the loop" in waste.remedy
+
+
+def test_items_that_fill_the_machine_gain_nothing():
+    def build():
+        weight, x = torch.randn(4096, 4096), torch.randn(ITEMS, 65536, 4096)
+
+        def step():
+            return [item @ weight for item in x]
+
+        return step
+
+    assert not list(unbatched_loop(examined(build)))
+
+
+def test_the_line_is_that_of_the_loop_where_functions_are_called():
+    module = load("unbatched_loop")
+    step = examined(lambda: module.waste("cpu"), live=True, times=lambda op, expected: expected and 4e-6)
+    (found,) = found_in(step, RULE)
+    assert found.source == planted("unbatched_loop")
+    assert found.share > 0.8
+    assert not found_in(examined(lambda: module.clean("cpu"), live=True), RULE)
