@@ -8,6 +8,7 @@ the loops of a function are follows from its bytecode. Nothing of the program is
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import itertools
 from collections import Counter
@@ -137,8 +138,12 @@ class LoopTurns:
         levels = self._levels
         common = 0
         for level, code, instruction in zip(levels, codes, instructions, strict=False):
-            if level.code is not code or level.instruction != instruction:
+            if level.code is not code:
                 break
+            if level.instruction != instruction:
+                if _start_of(code, level.instruction) != _start_of(code, instruction):
+                    break
+                level.instruction = instruction
             common += 1
         if common == len(codes) < len(levels) and levels[common].code.co_flags & inspect.CO_GENERATOR:
             self._has_yielded = True  # what takes its values runs: the turn of the generator goes on
@@ -190,12 +195,12 @@ class LoopTurns:
 
     def _stretch(self) -> _Stretch:
         """A new one at the stack as it is now."""
-        inner = max((number for number, level in enumerate(self._levels) if level.loops), default=None)
-        if inner is None:
+        path = self._turns()
+        if not path:
             return _Stretch((), None, (), [], [])
-        below = self._levels[inner:]
+        below = self._levels[max(number for number, level in enumerate(self._levels) if level.loops) :]
         place = (*(id(level.code) for level in below), *(level.instruction for level in below))
-        return _Stretch(self._turns(), below[0].loops[-1].run, place, [], [])
+        return _Stretch(path, below[0].loops[-1].run, place, [], [])
 
     def _turns(self) -> tuple[Turn, ...]:
         turns: list[Turn] = []
@@ -257,6 +262,12 @@ def _loops_of(code: CodeType) -> tuple[_LoopCode, ...]:
         ]
         cached = _loops[id(code)] = code, tuple(sorted(found, key=lambda loop: (loop.start, -loop.end)))
     return cached[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _start_of(code: CodeType, position: int) -> int:
+    """Where the instruction at a position starts: after some runs the interpreter calls from the space behind it."""
+    return max((item.offset for item in dis.get_instructions(code) if item.offset <= position), default=position)
 
 
 def _line_of(code: CodeType, instruction: int) -> int:

@@ -1,13 +1,18 @@
 """Items that a loop handles one at a time, in the ways that people write it; and loops that are none of these."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_steps import examined, found_in
 from planted import load, planted
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
 from nearpeak.findings.rules.unbatched_loop import unbatched_loop
+from nearpeak.profiles.idle import IdleCause
 
 ITEMS, ROWS, WIDTH = 12, 16, 32
 RULE = "unbatched-loop"
@@ -222,6 +227,43 @@ def test_what_a_recurrence_computes_from_its_inputs_alone_can_run_before_it(trai
     assert {op.source for op in inside} == {waste.source}
     assert {op.packet for op in inside} >= {"aten.addmm", "aten.relu"} | ({"aten.mm"} if train else set())
     assert "before the loop" in waste.remedy
+
+
+class Rows(Dataset):
+    def __init__(self):
+        self.codes, self.amounts = torch.arange(64), torch.randn(64, 4)
+
+    def __len__(self):
+        return len(self.codes)
+
+    def __getitem__(self, index):
+        return self.codes[index], self.amounts[index]  # one row
+
+
+def test_rows_that_a_loader_fetches_one_at_a_time_are_the_datasets_line():
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    fetched, asked = (
+        f"test_unbatched_loop.py:{next(number for number, text in enumerate(lines, 1) if text.endswith(end))}"
+        for end in ("# one row", "# the loader")
+    )
+
+    def build():
+        loader, weight = DataLoader(Rows(), batch_size=32), torch.randn(4, 4)
+
+        def step():
+            for _, amounts in loader:  # the loader
+                out = amounts @ weight
+            return out
+
+        return step
+
+    step = examined(build, live=True)
+    stall = IdleCause(cause="input", seconds=1e-2, count=2, where=asked, what="DataLoader")
+    profile = dataclasses.replace(step.profile, idle=(stall,), wall_s=step.profile.wall_s + 1e-2)
+    (waste,) = unbatched_loop(dataclasses.replace(step, profile=profile))
+    assert waste.source == fetched
+    assert waste.idle["input"] > 0.8 * stall.seconds
+    assert "BatchSampler" in waste.remedy
 
 
 def test_items_that_fill_the_machine_gain_nothing():

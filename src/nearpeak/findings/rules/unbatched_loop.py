@@ -92,7 +92,7 @@ def _is_one_op_for_each_tensor(step: Step, loop: Loop) -> bool:
     launched = [
         [index for index in turn if step.costs[index].family != "view"] for turn in (*loop.turns, loop.backward_members)
     ]
-    if launched.pop() or any(len(turn) > 1 for turn in launched):
+    if launched.pop() or any(len(turn) > 1 for turn in launched) or not any(launched):
         return False
     read = Counter(storage for turn in launched for index in turn for storage in set(step.flow.read_by[index]))
     return all(any(read[storage] == 1 for storage in step.flow.read_by[index]) for turn in launched for index in turn)
