@@ -21,6 +21,13 @@ def test_the_table_is_that_of_the_runs():
     assert shown in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
 
 
+def test_the_table_of_programs_is_that_of_the_runs():
+    command = [sys.executable, "-m", "benchmarks.profiles.programs", "--show", "benchmarks/results/programs_h200.json"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.partition("\n\n")[0].strip() in (ROOT / "docs" / "findings.md").read_text(encoding="utf-8")
+    assert "27 wastes, 12 found at the line, 4 within 3 lines, 2 in the function, 9 missed" in shown
+
+
 def test_the_table_of_real_models_is_that_of_the_runs():
     command = [sys.executable, "-m", "benchmarks.pages.model_fixes", MODELS]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
