@@ -143,8 +143,8 @@ class Cell:
         tiles = sm90_tile_candidates(tile_dim(self.dim), tile_dim(self.value_dim))
         orders = (True, False) if self.causal else (True,)
         if self.fp8:
-            whole = Variant(backward=False, fp8=True, quantizes=True, **same)
-            plain = Variant(backward=False, **same)
+            whole = Variant(backward=False, fp8=True, quantizes=True, persistent=not self.causal, **same)
+            plain = Variant(backward=False, persistent=not self.causal, **same)
             candidates = sm90_fp8_tile_candidates(self.dim)
             both = [(one, order) for one in candidates for order in orders]
             return [Variant(backward=False, fp8=True, tiles=one, persistent=order, **same) for one, order in both] + [

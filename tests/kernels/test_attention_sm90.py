@@ -62,11 +62,33 @@ def test_what_they_support_and_do_not_take_before_it_is_measured():
     assert not sm90.supports(problem(2, 4, 100, 100))
     assert not sm90.supports(problem(2, 4, 100, 192, query=wide, key=wide, value=wide[..., :64]))
     assert not sm90.supports(problem(2, 4, 100, 96, left=5))  # not causal
-    for changed in ({"left": 5}, {"sinks": torch.empty(4)}):
-        assert sm90.supports(problem(2, 4, 100, 128, causal=True, **changed))
-        assert not sm90.takes(problem(2, 4, 100, 128, causal=True, **changed))
-        assert sm90.supports_backward(problem(2, 4, 100, 64, causal=True, **changed))
-        assert not sm90.takes(problem(2, 4, 100, 64, causal=True, **changed), backward=True)
+    for dim, changed in ((96, {"left": 5}), (128, {"sinks": torch.empty(4)})):
+        assert sm90.supports_backward(problem(2, 4, 100, dim, causal=True, **changed))
+        for backward in (False, True):
+            assert not sm90.takes(problem(2, 4, 100, dim, causal=True, **changed), backward=backward)
+
+
+@pytest.mark.parametrize(("dim", "forward"), [(64, True), (128, True), (80, False)])
+def test_windows_of_heads_that_were_measured(dim, forward):
+    windowed = problem(2, 4, 100, dim, causal=True, left=5)
+    assert sm90.takes(windowed) == forward
+    assert sm90.takes(windowed, backward=True)
+
+
+def test_blocks_of_keys_are_smaller_in_narrow_windows():
+    assert [tuning.sm90_tiles(64, 64, left).keys for left in (0, 127, 1023, -1)] == [64, 64, 128, 128]
+    assert tuning.sm90_tiles(80, 80, 127).keys == 128  # the only size that it has
+
+
+def test_programs_are_persistent_where_tiles_have_the_same_work():
+    def persistent(causal, left=-1, fp8=False):
+        return tuning.sm90_config(128, causal, 16384, left, fp8, torch.device("cpu")).persistent
+
+    assert persistent(causal=True, left=1023)
+    assert not persistent(causal=True, left=16000)
+    assert not persistent(causal=True)
+    assert persistent(causal=False, fp8=True)
+    assert not persistent(causal=True, fp8=True)
 
 
 def test_heads_of_grouped_keys_alternate_if_several_are_at_work_at_a_time():

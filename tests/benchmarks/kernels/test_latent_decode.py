@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernels import latent_decode
 from benchmarks.kernels.latent_decode import CELLS, Cell
 from nearpeak import kernels
-from nearpeak.kernels.decode.tuning import decode_config, shared_candidates
+from nearpeak.kernels.decode.tuning import shared_candidates, shared_config
 
 MAX_SHARED_BYTES = 227 * 1024
 
@@ -19,13 +19,21 @@ MAX_SHARED_BYTES = 227 * 1024
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
 def test_the_kernel_has_configurations_that_fit(cell):
     candidates = shared_candidates(latent_decode.DIM, cell.dtype.itemsize)
-    sizes = (latent_decode.DIM, latent_decode.VALUE_DIM, cell.dtype.itemsize)
-    default = decode_config(*sizes, False, cell.heads > 16, cell.page is not None, True, torch.device("cpu"))
-    assert default in candidates
     for config in candidates:
         blocks = (config.stages - 1) * config.block * latent_decode.DIM * cell.dtype.itemsize
         queries = config.rows * latent_decode.DIM * 2
         assert config.programs * (blocks + queries) <= MAX_SHARED_BYTES
+
+
+def test_two_programs_unless_they_are_few_or_have_many_partial_results():
+    def programs(batch, tokens, narrow=True):
+        return shared_config(latent_decode.DIM, 2, narrow, batch, tokens // 256, 132).programs
+
+    assert programs(64, 8192) == 2
+    assert programs(256, 1024) == 2
+    assert programs(8, 32768) == 1  # 33 partial results of a sequence
+    assert programs(4, 4096) == 1  # 64 programs in all
+    assert programs(64, 8192, narrow=False) == 1
 
 
 def test_bytes_and_names():

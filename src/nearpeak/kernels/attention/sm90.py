@@ -75,9 +75,9 @@ from nearpeak.kernels.attention.tuning import (
 _MEASURED_BACKWARD = {(64, 64), (80, 80), (96, 96), (128, 128), (192, 128)}
 """Dimensions of keys and values for which the backward pass was measured on a GPU."""
 _MEASURED = {*_MEASURED_BACKWARD, (192, 192), (256, 256)}
-_MEASURED_WINDOWS = {(64, 64)}
-"""With a window or sinks."""
-_MEASURED_BACKWARD_WINDOWS: set[tuple[int, int]] = set()
+_MEASURED_WINDOWS = {(64, 64), (128, 128)}
+_MEASURED_BACKWARD_WINDOWS = {(64, 64), (80, 80), (128, 128)}
+_MEASURED_SINKS = {(64, 64)}
 _OVERLAPPED_DIMS = (64, 128)
 """Columns of tiles for which the backward pass has registers and shared memory to start the next scores early."""
 _PAIR = 128
@@ -103,12 +103,12 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 def takes(problem: AttentionProblem, *, backward: bool = False) -> bool:
     """Whether a pass of a problem may run: whether it can, and was measured on a GPU for heads of these sizes."""
-    plain = problem.left < 0 and problem.sinks is None
+    dims, windowed = (problem.dim, problem.value_dim), problem.left >= 0
+    if problem.sinks is not None and dims not in _MEASURED_SINKS:
+        return False
     if backward:
-        measured, can_run = _MEASURED_BACKWARD if plain else _MEASURED_BACKWARD_WINDOWS, supports_backward
-    else:
-        measured, can_run = _MEASURED if plain else _MEASURED_WINDOWS, supports
-    return (problem.dim, problem.value_dim) in measured and can_run(problem)
+        return dims in (_MEASURED_BACKWARD_WINDOWS if windowed else _MEASURED_BACKWARD) and supports_backward(problem)
+    return dims in (_MEASURED_WINDOWS if windowed else _MEASURED) and supports(problem)
 
 
 def supports(problem: AttentionProblem) -> bool:
@@ -842,11 +842,9 @@ def forward(problem: AttentionProblem, fp8: Fp8Inputs | None = None) -> tuple[Te
     causal = problem.right == 0
     device = problem.query.device
     dim, value_dim = tile_dim(problem.dim), tile_dim(problem.value_dim)
-    config = sm90_config(dim, causal, problem.queries, device)
-    tiles_of = sm90_tiles(dim, value_dim) if fp8 is None else sm90_fp8_tiles(dim)
+    config = sm90_config(dim, causal, problem.queries, problem.left, fp8 is not None, device)
+    tiles_of = sm90_tiles(dim, value_dim, problem.left) if fp8 is None else sm90_fp8_tiles(dim)
     consumers = config.consumers
-    if problem.left >= 0 or fp8 is not None:  # three have no registers for the loops of a window
-        consumers = 2
     blocks = triton.cdiv(problem.queries, consumers * _WARPGROUP_ROWS)
     heads = problem.batches * problem.heads
     tiles = blocks * heads

@@ -28,7 +28,15 @@ from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.policy import INTERPRETED
 from nearpeak.kernels._runtime.rows import LOG2_E, LOWEST, assume_multiple, common_width, tanh
 from nearpeak.kernels._runtime.tuning import processors
-from nearpeak.kernels.decode.tuning import AppendConfig, DecodeConfig, append_config, choose_splits, decode_config
+from nearpeak.kernels.decode.tuning import (
+    SHARED_ROWS,
+    AppendConfig,
+    DecodeConfig,
+    append_config,
+    choose_splits,
+    decode_config,
+    shared_config,
+)
 from nearpeak.kernels.quantize.triton import CLAMPS
 from nearpeak.kernels.rotary import empty_result
 
@@ -768,8 +776,12 @@ def decode_attention(
     # fp8 is converted to 16 bits and multiplied on tensor cores in fewer instructions than to 32 bits
     rest = dim - value_dim if shared else 0
     alone = rows == 1 and not (is_fp8 and narrow) and not rest
-    if config is None:
-        config = decode_config(dim, value_dim, element_bytes, alone, rows > 16, page > 0, shared, query.device)
+    if config is None and shared:
+        sequences = batch * key_heads * triton.cdiv(rows, SHARED_ROWS)
+        most = capacity // _MIN_SPLIT_KEYS
+        config = shared_config(dim, element_bytes, narrow, sequences, most, processors(query.device))
+    elif config is None:
+        config = decode_config(dim, value_dim, element_bytes, alone, rows > 16, page > 0, query.device)
     block, warps, tile = config.block, config.warps, 1
     pairs = as_fp8_pairs(key_cache, value_cache) if is_fp8 and narrow else None
     if not alone and not narrow:

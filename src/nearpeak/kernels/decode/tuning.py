@@ -13,11 +13,15 @@ from nearpeak.kernels._runtime.tuning import from_row, tuned
 MAX_TILE_ROWS = 32
 """Queries of a tile. Further ones read the keys again, from the L2 cache. With 64 rows Triton uses the asynchronous
 matrix instructions of Hopper, for which Triton 3.6 is known to omit waits."""
+SHARED_ROWS = 16
+"""Queries of a tile if values are columns of keys: more leave no registers, and take 1.4 times as long."""
 _MAX_SPLITS = 512
 _FULL_WAVE = 0.95
 """The share of the slots for programs that a full wave takes."""
 _WAVES = range(4, 9)
 """Waves that keep all multiprocessors busy to the end, if programs do not fit into one."""
+_MANY_SPLITS = 24
+"""Splits of a sequence from which on fewer are faster: the last program merges the partial results of all of them."""
 _MANY_TOKENS = 4096
 """Tokens from which on a program appends four times as many elements; with fewer there would be too few programs."""
 
@@ -45,15 +49,12 @@ class DecodeConfig:
 
 
 def decode_config(
-    dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool, paged: bool, shared: bool,
-    device: torch.device,
-) -> DecodeConfig:  # fmt: skip
+    dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool, paged: bool, device: torch.device
+) -> DecodeConfig:
     """The configuration for keys of this size.
 
-    `alone`: a single query sees each head of keys. `many`: more than 16 do. `shared`: values are columns of keys.
+    `alone`: a single query sees each head of keys. `many`: more than 16 do.
     """
-    if shared:
-        return shared_heuristic(dim, element_bytes, many)
     row = tuned(decode_table_key(alone, paged), dim * element_bytes, device)
     return from_row(row, DecodeConfig) or decode_heuristic(dim, value_dim, element_bytes, alone, many)
 
@@ -84,24 +85,29 @@ def decode_heuristic(dim: int, value_dim: int, element_bytes: int, alone: bool, 
     return DecodeConfig(block=block, warps=8 if alone else 4, stages=stages, programs=programs)
 
 
-def shared_heuristic(dim: int, element_bytes: int, many: bool) -> DecodeConfig:
-    """A configuration for values that are columns of keys."""
-    return next(config for config in shared_candidates(dim, element_bytes) if config.rows == (32 if many else 16))
+def shared_config(
+    dim: int, element_bytes: int, narrow: bool, programs: int, most_splits: int, processors: int
+) -> DecodeConfig:
+    """The configuration for values that are columns of keys, in so many programs without splits.
+
+    Two programs on a multiprocessor, of which one computes while the other loads. One alone if there are not more, if a
+    sequence would have many partial results, or if products are in float32 (not `narrow`), which takes all registers.
+    """
+    two, one = shared_candidates(dim, element_bytes)
+    splits = min(two.programs * processors // programs, most_splits)
+    return two if narrow and splits <= _MANY_SPLITS and max(splits, 1) * programs > processors else one
 
 
 def shared_candidates(dim: int, element_bytes: int) -> list[DecodeConfig]:
-    """Configurations worth measuring for values that are columns of keys, the default first.
+    """Configurations for values that are columns of keys: two programs on a multiprocessor, and one.
 
-    Accumulators and queries take the registers of 8 warps, or of 4 with two programs. There are blocks of about 128 KiB
-    in all.
+    Accumulators and queries take the registers of 4 warps each, or of 8. There are blocks of about 128 KiB in all.
     """
     most = 65536 // (next_power_of_2(dim) // 2 * element_bytes)
     return [
-        DecodeConfig(block=max(16, min(128, block)), warps=warps, stages=stages, programs=8 // warps, rows=rows)
-        for block, warps, stages, rows in (
-            (most, 8, 3, 16), (most // 2, 4, 3, 16), (most // 2, 8, 5, 16), (most // 2, 8, 4, 32),
-        )
-    ]  # fmt: skip
+        DecodeConfig(block=max(16, min(128, block)), warps=warps, stages=3, programs=8 // warps, rows=SHARED_ROWS)
+        for block, warps in ((most // 2, 4), (most, 8))
+    ]
 
 
 def decode_candidates(size: int, alone: bool = False) -> list[DecodeConfig]:

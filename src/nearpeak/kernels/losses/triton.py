@@ -26,8 +26,9 @@ from nearpeak.kernels._runtime.rows import LOWEST, exponential, merge_dimensions
 from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
 from nearpeak.kernels.losses import PARTS
 
-LONGEST_WHOLE_ROW = 32768
-"""The longest row that is kept in registers."""
+LONGEST_WHOLE_ROW = 16384
+"""The longest row that is kept in registers: one of 32,000 leaves room for one program on a multiprocessor, which waits
+between its phases, and takes 1.5 times as long as block by block."""
 _LONGEST_NARROW_ROW = 4096
 """The same for rows that do not begin at multiples of 16 elements: longer ones load faster block by block."""
 _COUNT_BLOCK = 1024
@@ -76,14 +77,19 @@ class GradientConfig:
 RowConfig = WholeRowConfig | LongRowConfig
 
 
-def cross_entropy_heuristic(columns: int, rows: int, wide: bool, gradient: bool) -> RowConfig:
-    """The configuration where none was measured."""
+def cross_entropy_heuristic(columns: int, rows: int, wide: bool, gradient: bool, slots: int) -> RowConfig:
+    """The configuration where none was measured, on so many multiprocessors (`slots`)."""
     if columns <= (LONGEST_WHOLE_ROW if wide else _LONGEST_NARROW_ROW):
         block = next_power_of_2(columns)
         several = max(1, min(4096 // block, next_power_of_2(triton.cdiv(rows, 264))))
         return WholeRowConfig(rows=several, warps=max(1, min(32, several * block // 1024)))
-    # one program of 32 warps per multiprocessor: the 132 rows in flight then stay in the L2 cache
-    return LongRowConfig(repeats=2, warps=32 if columns > 65536 and gradient else 16)
+    if not gradient:
+        return LongRowConfig(repeats=2, warps=16)
+    if not wide:
+        return LongRowConfig(repeats=2, warps=32 if columns > 65536 else 16)
+    # four programs of 8 warps on a multiprocessor, if there are as many rows: one computes while others load. Fewer of
+    # longer rows, most of which then stay in the L2 cache until they are read again
+    return LongRowConfig(repeats=4, warps=8 if columns <= 65536 and rows > 2 * slots else 16)
 
 
 def cross_entropy_candidates(columns: int) -> list[RowConfig]:
@@ -194,7 +200,7 @@ def write_rows(
     wide = _is_wide(columns, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride)
     if config is None and wide:
         config = from_row(tuned("cross_entropy", columns, logits.device), WholeRowConfig, LongRowConfig)
-    config = config or cross_entropy_heuristic(columns, rows, wide, gradient is not None)
+    config = config or cross_entropy_heuristic(columns, rows, wide, gradient is not None, processors(logits.device))
     shared = (
         source.tensor, sink.tensor, target, losses if weight is None else weight, losses if total is None else total,
         parts, losses, tops, totals, losses if logprobs is None else logprobs,
