@@ -1,9 +1,10 @@
 """Compiles what launchers would launch for compute capability 9.0, without a GPU, and prints what ptxas says of it.
 
-    python tests/compile_for_sm90.py tests/kernels/sm90/add.py ...
+    python tests/compile_for_sm90.py [--once] tests/kernels/sm90/add.py ...
 
 Each file has `launches()`: names, and calls of launchers with tensors of real sizes, which are on the CPU and empty.
-Instead of launching, a kernel is compiled with these arguments. Prints a list of JSON objects, one for each launch.
+Instead of launching, a kernel is compiled with these arguments; with `--once` for its first launch alone. Prints a list
+of JSON objects, one for each launch.
 """
 
 from __future__ import annotations
@@ -80,7 +81,11 @@ def main():
     results = []
     current = file = ""
 
+    once = "--once" in sys.argv
+
     def launch(kernel, grid, *args, warps=4, stages=2, registers=None):
+        if once and any(result["kernel"] == kernel.__name__ for result in results):
+            return
         results.append({"file": file, "name": current, **described(kernel, args, warps, stages, registers)})
 
     has_gluon = runs_on(torch.device("cpu"))
@@ -90,7 +95,7 @@ def main():
         module = importlib.import_module(found.name)
         if hasattr(module, "launch") and "_runtime" not in found.name:
             module.launch = launch
-    for path in sys.argv[1:]:
+    for path in sys.argv[1 + once :]:
         file = Path(path).stem
         for name, call in run_path(path)["launches"]():
             current = name

@@ -157,6 +157,12 @@ def test_a_search_equals_brute_force(seed: int) -> None:
 
 
 @pytest.mark.slow
+def test_searches_of_random_spaces_equal_brute_force() -> None:
+    for seed in range(10, 30):
+        _space(seed)
+
+
+@pytest.mark.exhaustive
 def test_searches_of_200_random_spaces_equal_brute_force() -> None:
     for seed in range(200):
         _space(seed)

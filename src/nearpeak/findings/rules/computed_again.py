@@ -11,6 +11,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.rules.weight_copied import copies_weight
 from nearpeak.findings.step import Step, is_source_line
 from nearpeak.findings.value_numbering import ValueNumbers, number_values, reusable
 from nearpeak.ops.op import name_without_origin
@@ -73,6 +74,8 @@ def computed_every_step(step: Step) -> Iterator[Waste]:
     same = reusable(numbers, same, first_stays=False)
     for piece in _pieces(step, numbers, same, alike=same):
         launched = [index for index in piece.ops if step.time(index)]
+        if launched and all(copies_weight(step, step.ops[index]) for index in launched):
+            continue  # which has a rule of its own
         longest = max(piece.ops, key=lambda index: _weight(step, index))
         causes = _host_causes(step, piece.ops)
         on_data = any(index in numbers.on_data for index in piece.ops)

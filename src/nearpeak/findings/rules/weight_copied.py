@@ -23,7 +23,7 @@ def weight_copied(step: Step) -> Iterator[Waste]:
     """Copies of parameters that GEMMs read; a cast is needed if the parameter is trained."""
     trained = step.trains
     for index, op in enumerate(step.ops):
-        if op.packet not in COPIES or op.phase != "forward" or not _is_weight(step, op):
+        if op.phase != "forward" or not copies_weight(step, op):
             continue
         source, copy = _ends(op)
         cast = source.dtype != copy.dtype
@@ -53,8 +53,10 @@ def _ends(op: Op) -> tuple[Tensor, Tensor]:
     return source, copy
 
 
-def _is_weight(step: Step, op: Op) -> bool:
+def copies_weight(step: Step, op: Op) -> bool:
     """Whether a whole weight is copied, within one memory."""
+    if op.packet not in COPIES:
+        return False
     source, copy = _ends(op)
     storage = step.trace.storages[source.storage]
     if storage.kind != "parameter" or len(source.shape) < SIDES or source.storage == copy.storage:
