@@ -859,7 +859,7 @@ class Session:
             self._step_start = self.guard.program_time()
         elif phase == "traced next" and self._first_live is not None:
             with suppress(Exception):
-                self._live = LiveTrace()
+                self._live = LiveTrace(reads_values=False)  # those of the traced step tell
         elif phase == "traced":
             if self._recorded is None:
                 self._give_up("the code runs a profiler of its own in every step. Switch it off, and try again.")

@@ -32,7 +32,6 @@ from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
 from nearpeak.trace.patches.shared_patch import SharedPatch, patch_attribute
 from nearpeak.trace.patches.triton_kernels import record_triton_kernels
 from nearpeak.trace.recorder import CapturedGraph, Location, Locations, Recorder, active_recorder
-from nearpeak.trace.seen_values import SeenValues
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages
 
@@ -74,14 +73,14 @@ class CaptureRecorder(Recorder):
 
     def __init__(self, nodes: CapturedNodes, limit: int) -> None:
         snapshot = StateSnapshot(live=True)
-        super().__init__(mode=None, limit=limit, snapshot=snapshot)
+        # to wait for values would end the capture
+        super().__init__(mode=None, limit=limit, snapshot=snapshot, reads_values=False)
         self._memory = None  # what a graph allocates belongs to its pool
         self.storages = Storages(lambda number, storage, kind: None, asks_device=False)
         self.modules = _CapturedModules(self)
         self._locations = Locations(self.modules, snapshot)
         self._locations.share_lines(_graphs.lines_of_thread())
         self._gradients = None  # what becomes of them is not known before a replay
-        self._values = SeenValues(self.storages, reads=False)  # to wait for values would end the capture
         self._nodes = nodes
         self._begun: list[tuple[int, int]] = []
         """Of ops that run now: the number of ops and of nodes before."""

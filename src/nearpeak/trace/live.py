@@ -23,9 +23,9 @@ class LiveTrace:
     Its owner must call `optimizer_begins` and `optimizer_ends`: hooks for that cannot be added inside a hook.
     """
 
-    def __init__(self, limit: int = MAX_OPS) -> None:
+    def __init__(self, limit: int = MAX_OPS, *, reads_values: bool = True) -> None:
         self._snapshot = StateSnapshot(live=True)
-        self._recorder = Recorder(mode=None, limit=limit, snapshot=self._snapshot)
+        self._recorder = Recorder(mode=None, limit=limit, snapshot=self._snapshot, reads_values=reads_values)
         self._undo = ExitStack()
         self._undo.enter_context(record_inductor_kernels(self._recorder))
         self._undo.enter_context(see_cpp_kernels())

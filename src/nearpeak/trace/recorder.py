@@ -106,7 +106,9 @@ class Recorder(TorchDispatchMode):
         """Lets through what calls the compiler itself, as flex attention does; torch refuses that for other modes."""
         return True
 
-    def __init__(self, *, mode: FakeTensorMode | None, limit: int, snapshot: StateSnapshot) -> None:
+    def __init__(
+        self, *, mode: FakeTensorMode | None, limit: int, snapshot: StateSnapshot, reads_values: bool = True
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.replays: list[GraphReplay] = []
@@ -142,7 +144,7 @@ class Recorder(TorchDispatchMode):
         if mode is None:
             self.storages.on_input = self._note_input
         self._recompute = RecomputeDetector(self.modules)
-        self._values = SeenValues(self.storages)
+        self._values = SeenValues(self.storages, reads=reads_values)
         self._entered: list[ExitStack] = []
         self.python_time = PythonTime() if mode is None else None
 

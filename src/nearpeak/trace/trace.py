@@ -208,7 +208,8 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
 
 def _add_next_step(trace: Trace, recorder: Recorder, traced: _Traced) -> Trace:
     """The trace of a live call with the ops of a second one, if all of these could be recorded."""
-    following = Recorder(mode=None, limit=traced.limit, snapshot=StateSnapshot(live=True))
+    snapshot = StateSnapshot(live=True)
+    following = Recorder(mode=None, limit=traced.limit, snapshot=snapshot, reads_values=False)  # the first call's tell
     with (
         record_inductor_kernels(following) if traced.keep_compiled else no_compile(),
         see_cpp_kernels(),
