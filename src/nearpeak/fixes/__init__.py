@@ -1,0 +1,1 @@
+"""`fix`: finds what a model can compute faster, changes that model alone, proves the change, and can undo it."""

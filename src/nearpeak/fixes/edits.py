@@ -1,0 +1,217 @@
+"""`Edits`: the undo log of a fix. Every change of an object goes through it, and is put back exactly.
+
+An object that several logs have changed has a stack of their values: undoing one of them takes its own value out and
+leaves those of the others, in any order; when the last one is gone the object is as it was found, with the attribute
+deleted where there was none. A value that somebody else has put there meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from nearpeak.errors import UsageError
+from nearpeak.trace.interrupts import defer_signals
+
+ABSENT: Any = type("Absent", (), {"__repr__": lambda self: "absent"})()
+"""Stands for the value of an attribute or an item that is not there."""
+MARK = "nearpeak_fix"
+"""The attribute by which a forward of ours is known."""
+
+
+class Edits:
+    """Changes to objects, in order. `undo` puts all of them back, or those since a `mark`."""
+
+    def __init__(self) -> None:
+        self._log: list[tuple[_Place, _Layer]] = []
+        self.foreign: list[str] = []
+        """What was left alone when it was undone: others had changed it since."""
+
+    def mark(self) -> int:
+        """The place in the log to which `undo` goes back."""
+        return len(self._log)
+
+    def undo(self, to: int = 0) -> None:
+        """Puts back what was changed since the mark, the last change first."""
+        with defer_signals():  # Ctrl-C waits until everything is put back
+            while len(self._log) > to:
+                place, layer = self._log.pop()
+                if not place.remove(layer):
+                    self.foreign.append(repr(place))
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute of this object alone: in its `__dict__`, past its class."""
+        self._put(_Place(vars(owner), name, owner), value)
+
+    def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
+        """Sets an item of a dictionary: an option of a parameter group, an entry of a registry."""
+        self._put(_Place(mapping, key, mapping), value)
+
+    def set_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
+        """Gives this module another forward: `function(self, *args, **kwargs)`, which is bound to it.
+
+        `function` must reach the module through `self` alone, so that a deep copy of the model has a forward on its own
+        parameters. Hooks, parameters and the keys of the state dict stay as they are.
+        """
+        forward = FunctionType(
+            function.__code__, function.__globals__, "forward", function.__defaults__, function.__closure__
+        )  # by this name, a module that is pickled has the forward of its class
+        forward.__kwdefaults__ = function.__kwdefaults__
+        forward.__dict__.update(function.__dict__)
+        forward.__dict__[MARK] = True
+        self.set(module, "forward", MethodType(forward, module))
+
+    def set_functions(self, module: nn.Module, functions: Mapping[str, Any]) -> None:
+        """Has the forward of this module call other functions for the global names that it uses.
+
+        The code of the forward is not copied: a function with the same code gets a copy of its globals, in which the
+        names are those of `functions`; "F.silu" is the name in the module that the code calls `F`. Functions that are
+        replaced one after the other add up. Later changes of the original globals are not seen.
+        """
+        current = vars(module).get("forward")
+        forward = current.__func__ if isinstance(current, MethodType) else type(module).forward
+        self.set_forward(module, with_globals(forward, functions))
+
+    def do(self, change: Callable[[], Any], undo: Callable[[], Any]) -> None:
+        """Makes a change that is no attribute and no item, with what puts it back."""
+        place, layer = _Call(undo), _Layer(None)
+        with defer_signals():
+            self._log.append((place, layer))
+            change()
+
+    def _put(self, place: _Place, value: Any) -> None:
+        layer = _Layer(value)
+        with defer_signals():
+            self._log.append((place, layer))
+            place.add(layer)
+
+
+class _Layer:
+    """One value of one log; two logs may set equal ones."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _Place:
+    """An item of a dictionary, with the values that logs have put there."""
+
+    def __init__(self, mapping: MutableMapping[Any, Any], key: Any, owner: Any) -> None:
+        self._mapping, self._key, self._owner = mapping, key, owner
+
+    def __repr__(self) -> str:
+        return f"{self._key} of {type(self._owner).__name__}"
+
+    def add(self, layer: _Layer) -> None:
+        entry = (id(self._mapping), self._key)
+        if entry not in _stacks:
+            _stacks[entry] = (self._mapping, [_Layer(self._mapping.get(self._key, ABSENT))])
+        _stacks[entry][1].append(layer)
+        self._mapping[self._key] = layer.value
+
+    def remove(self, layer: _Layer) -> bool:
+        """Whether it could be put back: the value is that of a log, and nobody else's."""
+        entry = (id(self._mapping), self._key)
+        layers = _stacks[entry][1]
+        is_ours = self._mapping.get(self._key, ABSENT) is layers[-1].value
+        layers.remove(layer)
+        if is_ours and layers[-1].value is ABSENT:
+            self._mapping.pop(self._key, None)
+        elif is_ours:
+            self._mapping[self._key] = layers[-1].value
+        if len(layers) == 1:
+            del _stacks[entry]
+        return is_ours
+
+
+class _Call(_Place):
+    """What puts a setting back."""
+
+    def __init__(self, undo: Callable[[], Any]) -> None:
+        self._undo = undo
+
+    def __repr__(self) -> str:
+        return f"the change of {self._undo!r}"
+
+    def remove(self, layer: _Layer) -> bool:
+        self._undo()
+        return True
+
+
+_stacks: dict[tuple[int, Any], tuple[Any, list[_Layer]]] = {}
+"""The values that logs have put at a place, by the id of its dictionary and its key; the first is what was found there.
+The dictionary is kept, so that its id stays its own."""
+
+
+def with_globals(function: Callable[..., Any], replacements: Mapping[str, Any]) -> FunctionType:
+    """A function with the same code that finds other objects by some global names; decorators around it are kept."""
+    inner = innermost(function)
+    if any(instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for instruction in dis.get_instructions(inner)):
+        raise UsageError(
+            f"{inner.__qualname__} sets global variables; its functions cannot be replaced for one module."
+        )
+    changed = {**inner.__globals__}
+    # Without it, torch.compile does not look for names in the module of the function, which has the others.
+    changed.pop("__name__", None)
+    for name, value in replacements.items():
+        first, _, rest = name.partition(".")
+        changed[first] = _with_attribute(changed[first], rest, value) if rest else value
+    return _rebuild(function, inner, changed)
+
+
+def innermost(function: Callable[..., Any]) -> FunctionType:
+    """The function that decorators have wrapped, as far as they say so."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    if not isinstance(function, FunctionType):
+        raise UsageError(f"{function!r} is no function of Python's.")
+    return function
+
+
+def code_objects(function: Callable[..., Any]) -> Iterator[CodeType]:
+    """The code of a function and of what its decorators have wrapped."""
+    while True:
+        code = getattr(function, "__code__", None)
+        if code is not None:
+            yield code
+        if not hasattr(function, "__wrapped__"):
+            return
+        function = function.__wrapped__
+
+
+def _rebuild(function: Any, inner: FunctionType, changed: dict[str, Any]) -> FunctionType:
+    """`function` around a copy of `inner` with other globals; the cells of decorators have the copy."""
+    if function is inner:
+        cells, space = inner.__closure__, changed
+    elif isinstance(function, FunctionType):
+        cells = tuple(_rebuild_cell(cell, inner, changed) for cell in function.__closure__ or ())
+        space = function.__globals__
+    else:
+        raise UsageError(f"{inner.__qualname__} is wrapped by {function!r}, which is no function of Python's.")
+    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
+    if function is not inner:
+        copy.__dict__["__wrapped__"] = _rebuild(function.__dict__["__wrapped__"], inner, changed)
+    return copy
+
+
+def _rebuild_cell(cell: CellType, inner: FunctionType, changed: dict[str, Any]) -> CellType:
+    content = cell.cell_contents
+    if isinstance(content, FunctionType) and inner.__code__ in code_objects(content):
+        return CellType(_rebuild(content, inner, changed))
+    return cell
+
+
+def _with_attribute(namespace: Any, path: str, value: Any) -> Any:
+    """A namespace like this one in which one attribute is another."""
+    first, _, rest = path.partition(".")
+    inner = _with_attribute(getattr(namespace, first), rest, value) if rest else value
+    copy = ModuleType(getattr(namespace, "__name__", first))  # which has the `__getattr__` of a module too
+    copy.__dict__.update({**vars(namespace), first: inner})
+    return copy
