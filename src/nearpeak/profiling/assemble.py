@@ -44,9 +44,17 @@ from nearpeak.profiles.profile import (
     profile_ceilings,
 )
 from nearpeak.profiles.rates import step_rates
+from nearpeak.profiles.waterfall import merge_intervals
 from nearpeak.profiling.loader_starts import WorkerStarts
 from nearpeak.profiling.steps import is_similar_size
-from nearpeak.trace.kineto.host import PRINTED_TENSOR, HostSpan, generation_of_mark, line_of_mark
+from nearpeak.trace.kineto.collectives import collective_named, collective_of
+from nearpeak.trace.kineto.host import (
+    PRINTED_TENSOR,
+    HostSpan,
+    generation_of_mark,
+    intervals_outside,
+    line_of_mark,
+)
 from nearpeak.trace.kineto.kernels import KernelRun
 from nearpeak.trace.kineto.read import KinetoTrace, without_profiler
 from nearpeak.trace.recorder import without_tf32
@@ -63,14 +71,6 @@ _UNTRACED_NOTE = (
     "The step was profiled and not traced: ops have neither source lines nor modules, and bounds follow from the "
     "shapes that the profiler recorded"
 )
-_COMMUNICATION = re.compile(
-    r"nccl|rccl|oneccl|nvshmem|rocshmem|mscclpp|multimem_|symm(?:etric)?_?mem|deep_ep::|quickreduce"
-    r"|cross_device_reduce|(?:one|two)_?shot_?all_?reduce|(?<![a-z])all_?(?:reduce|gather|to_?all)|(?<![a-z])reduce_?scatter",
-    re.IGNORECASE,
-)
-"""Parts of the names of communication kernels: of libraries, and of kernels of its own that a framework has."""
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "reduce")
-"""The more specific before the more general: a reduce-scatter is a kind of reduce by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,32 +360,43 @@ def _collective_ops(ops: Sequence[Op]) -> dict[int | None, str]:
     for index, (op, cost) in enumerate(zip(ops, costs_of(ops), strict=True)):
         name = name_without_origin(op.name)
         if cost.family == "collective":
-            found[index] = collective_of(name) or "unknown"
+            found[index] = collective_named(name) or "unknown"
         elif op.origin == "unknown" and (kind := collective_of(name)) and not _FUSED_WITH_PRODUCTS.search(name):
             found[index] = kind
     return found
 
 
-def collective_of(kernel: str) -> str | None:
-    """The collective that a communication kernel runs, by its name; None for every other kernel.
-
-    >>> collective_of("ncclDevKernel_AllReduce_Sum_bf16_RING_LL"), collective_of("ampere_bf16_gemm")
-    ('all_reduce', None)
-    >>> collective_of("void c10d::symmetric_memory::multimem_all_reduce_kernel<c10::BFloat16, 4>")
-    'all_reduce'
-    """
-    if not _COMMUNICATION.search(kernel):
-        return None
-    name = kernel.lower().replace("_", "").replace("crossdevicereduce", "allreduce").replace("quickreduce", "allreduce")
-    return next((collective for collective in _COLLECTIVES if collective.replace("_", "") in name), "unknown")
-
-
 def _cpu_kernels(recorded: KinetoTrace, to_traced: Sequence[int | None], share: float) -> list[DeviceKernel]:
-    """On a CPU, the ops are the kernels. The profiler slows them down as it does the step: `share` corrects that."""
-    return [
-        DeviceKernel(name=op.name, start_s=start * share, seconds=duration * share, op=index)
-        for op, (start, duration), index in zip(recorded.trace.ops, recorded.spans, to_traced, strict=True)
+    """On a CPU, the ops are the kernels, and collectives run beside them on a thread of their backend.
+
+    The profiler slows them down as it does the step: `share` corrects that.
+    """
+    collectives = _collective_ops(recorded.trace.ops)
+    waits = merge_intervals(
+        (span.start_s, span.start_s + span.seconds) for span in recorded.communication if span.is_wait
+    )
+    ops = [
+        DeviceKernel(
+            name=op.name,
+            start_s=begin * share,
+            seconds=(end - begin) * share,
+            op=to_traced[index],
+            collective=collectives.get(index),
+        )
+        for index, (op, (start, duration)) in enumerate(zip(recorded.trace.ops, recorded.spans, strict=True))
         if duration > 0.0
+        for begin, end in intervals_outside([(start, start + duration)], () if index in collectives else waits)
+    ]
+    return ops + [
+        DeviceKernel(
+            name=span.name,
+            start_s=span.start_s * share,
+            seconds=span.seconds * share,
+            op=None if span.op is None else to_traced[span.op],
+            stream=1,
+            collective=span.kind,
+        )
+        for span in recorded.communication
     ]
 
 
@@ -547,6 +558,18 @@ def _activities(
         device = [
             DeviceActivity(start, start + duration, None, places[op], index_of(op))
             for op, (start, duration) in enumerate(recorded.spans)
+        ]
+        device += [
+            DeviceActivity(
+                span.start_s,
+                span.start_s + span.seconds,
+                None,
+                "" if span.op is None else places[span.op],
+                index_of(span.op),
+                stream=1,
+                communication=True,
+            )
+            for span in recorded.communication
         ]
     host = [
         HostActivity(

@@ -28,6 +28,7 @@ from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
 from nearpeak.trace.kineto.markers import MarkerPlanter
 from nearpeak.trace.kineto.marks import (
+    mark_communication_waits,
     mark_data_loading,
     mark_garbage_collections,
     mark_replays,
@@ -66,6 +67,7 @@ class Profiler:
             _let_forked_children_exit()
             self._patches.enter_context(mark_garbage_collections())
             self._patches.enter_context(mark_data_loading())
+            self._patches.enter_context(mark_communication_waits())
             self._patches.enter_context(mark_unseen_ops(constructors=not compiled_graph_count()))
             self._patches.enter_context(see_cpp_kernels())
             self._patches.enter_context(mark_replays())

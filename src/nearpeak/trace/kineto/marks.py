@@ -15,6 +15,7 @@ from torch.autograd.profiler import record_function
 
 from nearpeak.trace.graphs import number_of
 from nearpeak.trace.guard import Guard, OwnThread
+from nearpeak.trace.kineto.collectives import COMMUNICATION_WAIT
 from nearpeak.trace.kineto.host import (
     DATA_LOADER_RANGE,
     GARBAGE_COLLECTION,
@@ -77,6 +78,25 @@ def mark_replays() -> Iterator[None]:
             return original(self)
 
     with patch_attribute(kind, "replay", replay):
+        yield
+
+
+@contextmanager
+def mark_communication_waits() -> Iterator[None]:
+    """Inside, each `wait` of the program for a collective is a range; on a CPU, nothing else shows it."""
+    distributed = sys.modules.get("torch.distributed")
+    work: Any = getattr(distributed, "Work", None)
+    if work is None:
+        yield
+        return
+    original = work.wait
+
+    @functools.wraps(original)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _RecordFunctionFast(COMMUNICATION_WAIT):
+            return original(self, *args, **kwargs)
+
+    with patch_attribute(work, "wait", wait):
         yield
 
 

@@ -31,6 +31,7 @@ from nearpeak.trace.kineto.calls import (
     find_op_calls,
     is_within,
 )
+from nearpeak.trace.kineto.collectives import communication_waits, host_collectives
 from nearpeak.trace.kineto.host import (
     HostCall,
     HostSpan,
@@ -91,6 +92,8 @@ class KinetoTrace:
     partial: frozenset[int] = frozenset()
     """Ops that may have more kernels than the file has, because it is truncated or lost some. Their measured times say
     nothing about their speed."""
+    communication: tuple[CommunicationSpan, ...] = ()
+    """On a CPU: the work of collectives on the threads of their backend, and waits for it."""
     host: tuple[HostSpan, ...] = ()
     """Host activity that can leave the device idle, in the order of time."""
     host_working: tuple[tuple[float, float], ...] = ()
@@ -112,6 +115,20 @@ class KinetoTrace:
     def device_seconds(self) -> Mapping[int | None, float]:
         """Measured device time by the index of the op; under None what belongs to none."""
         return seconds_by_op(self.kernels)
+
+
+class CommunicationSpan(NamedTuple):
+    """Communication on a CPU: the work of a collective, or a wait for one."""
+
+    kind: str
+    """The collective; "unknown" for a wait."""
+    name: str
+    start_s: float
+    seconds: float
+    op: int | None
+    """The index of the op that asked for it."""
+    is_wait: bool = False
+    """Whether the program waited meanwhile: an op around it did nothing."""
 
 
 def read_trace(
@@ -226,6 +243,7 @@ def read_trace(
         wall_s=wall,
         notes=notes,
         partial=frozenset(indices[number] for number in partial if number in indices),
+        communication=() if spans else _communication(recording, inside, origin, last),
         host=host_spans(host, indices, origin, last),
         host_working=intervals_outside(
             busy_intervals(recording.threads.values(), origin, last),
@@ -245,6 +263,28 @@ def read_trace(
     before = [item for item in steps if item.start < chosen.start and item.number > 0]  # the first starts the profiler
     recorded_steps = [_recorded_step(item, calls.calls, recording) for item in (chosen, *before)]
     return _with_times(read, typical_times(recorded_steps[0], recorded_steps[1:]))
+
+
+def _communication(
+    recording: Recording, inside: Sequence[OpCall], origin: float, last: float
+) -> tuple[CommunicationSpan, ...]:
+    """Communication on the host inside of a window, as far as it is in it."""
+    index_of = {id(call.span): index for index, call in enumerate(inside)}
+    spans = [
+        (item.kind, item.name, item.start, item.end, index_of.get(id(item.call)), False)
+        for item in host_collectives(recording.threads)
+    ]
+    spans += [
+        ("unknown", span.name, span.start, span.end, index_of.get(id(span)), True)
+        for span in communication_waits(recording.threads.values())
+    ]
+    return tuple(
+        CommunicationSpan(
+            kind, name, (max(start, origin) - origin) / 1e6, (min(end, last) - max(start, origin)) / 1e6, op, wait
+        )
+        for kind, name, start, end, op, wait in sorted(spans, key=lambda item: item[2])
+        if end > origin and start < last
+    )
 
 
 def without_profiler(recorded: KinetoTrace, clean_s: float) -> KinetoTrace:
@@ -280,10 +320,15 @@ def _with_times(recorded: KinetoTrace, times: TypicalTimes | None) -> KinetoTrac
     if times is None:
         return recorded
     ops = times.intervals([(start, start + duration) for start, duration in recorded.spans])
+    sent = times.intervals([(span.start_s, span.start_s + span.seconds) for span in recorded.communication])
     host = times.intervals([(span.start_s, span.start_s + span.seconds) for span in recorded.host])
     return replace(
         recorded,
         spans=tuple((start, end - start) for start, end in ops),
+        communication=tuple(
+            span._replace(start_s=start, seconds=end - start)
+            for span, (start, end) in zip(recorded.communication, sent, strict=True)
+        ),
         host=tuple(
             replace(span, start_s=start, seconds=end - start)
             for span, (start, end) in zip(recorded.host, host, strict=True)

@@ -246,6 +246,24 @@ class Span(NamedTuple):
     """Other fields: the block sizes of Inductor's kernels, the call stack of an op in an old file."""
 
 
+class CollectiveFacts(NamedTuple):
+    """What torch writes beside the kernel of a collective."""
+
+    kind: str
+    """As torch names it: "allreduce", "_allgather_base"."""
+    group: str
+    """The name of its process group."""
+    sequence: int | None
+    """Its number in that group; files before torch 2.12 have none."""
+    bytes: float | None
+    """What one rank gives or gets, the larger."""
+    ranks: int | None
+    """The size of the group."""
+
+
+NO_FACTS = CollectiveFacts("", "", None, None, None)
+
+
 class DeviceSpan(NamedTuple):
     """A kernel, a copy or a fill on the device. Times are microseconds."""
 
@@ -271,6 +289,8 @@ class DeviceSpan(NamedTuple):
     """Of a kernel: the number of its blocks along each axis."""
     block: tuple[int, ...] | None = None
     """Of a kernel: the number of threads of a block along each axis."""
+    collective: CollectiveFacts | None = None
+    """Of a kernel of a collective: what torch wrote about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -480,6 +500,25 @@ def _device_span(
         node=_integer(facts.get("graph node id")) or None,
         grid=_sizes(facts.get("grid")),
         block=_sizes(facts.get("block")),
+        collective=collective_facts(facts) if "Collective name" in facts else None,
+    )
+
+
+_ELEMENT_BYTES = {"Double": 8, "Long": 8, "Float": 4, "Int": 4, "Half": 2, "BFloat16": 2, "Short": 2}
+"""Bytes of an element by the name of its dtype; those of the others have one."""
+
+
+def collective_facts(facts: Mapping[str, Any]) -> CollectiveFacts:
+    """What torch writes beside the call and the kernel of a collective."""
+    elements = [_byte_count(facts.get(key)) for key in ("In msg nelems", "Out msg nelems")]
+    largest = max((count for count in elements if count is not None), default=None)
+    ranks = _integer(facts.get("Group size"))
+    return CollectiveFacts(
+        sys.intern(str(facts.get("Collective name"))[:_LONGEST_NAME]),
+        sys.intern(str(facts.get("Process Group Name", ""))[:_LONGEST_NAME]),
+        _integer(facts.get("Seq")),
+        None if largest is None else largest * _ELEMENT_BYTES.get(str(facts.get("dtype")), 1),
+        ranks if ranks is not None and ranks > 0 else None,
     )
 
 
