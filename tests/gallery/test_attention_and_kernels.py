@@ -152,10 +152,23 @@ def test_fills_of_64_layers(predicting: Callable[[str], ExampleResult], only: Ca
     result = predicting("needless_fills")
     found = seconds(result)
     (bars,) = only(result, StackedBars)
-    assert [bar.total for bar in bars.bars] == [pytest.approx(64 * value) for value in found.values()]
-    size = 8192 * 8 * 1536 * 2
+    assert [bar.total for bar in bars.bars] == list(found.values())[:3]
+    size = 64 * 8192 * 1536 * 2
+    assert size == pytest.approx(1.61e9, rel=1e-3)
     assert found["torch.zeros"] > size / H100.bandwidth
-    assert found["nan_to_num_"] > 2 * (size - 60e6) / H100.bandwidth  # but for what the cache keeps
+    assert found["nan_to_num_"] > 2 * size / H100.bandwidth
+    assert found["zero_, as float32"] < 0.9 * found["zero_ in place"]  # wider stores of the same bytes
+
+
+def test_published_figures_of_attention() -> None:
+    """11.8 ms were measured on an H100; FlashAttention 2 reaches about 220 TFLOP/s on an A100 (its paper, figure 5)."""
+    written = nearpeak.estimate(flash_attention.written_out, *_heads(), on="h100-sxm")
+    assert written.expected_device_s == pytest.approx(11.8e-3, rel=0.15)
+    with nearpeak.fake():
+        inputs = [torch.empty(4, 32, 4096, 128, dtype=torch.bfloat16) for _ in range(3)]
+    fused = nearpeak.estimate(flash_attention.by_torch, *inputs, on="a100-sxm-80gb")
+    assert fused.expected_device_s is not None
+    assert fused.flops / fused.expected_device_s == pytest.approx(220e12, rel=0.2)
 
 
 def test_padding_of_experts(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:

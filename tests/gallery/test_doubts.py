@@ -17,16 +17,16 @@ CONTENDED = make_flag("CPU_CONTENDED", "cpu contended in 9 of 9 blocks")
 TAIL = make_flag("HEAVY_TAIL", "a note, which is no doubt")
 
 
-def run_busy(monkeypatch, flags, machine=CPU):
+def run_busy(monkeypatch, flags, machine=CPU, kind="cpu", device="cpu"):
     """An example of two measurements, with these flags each."""
 
     def example(context):
         yield prediction_table("", [context.row(name, None, predicted=1.0, band=(0.5, 2.0)) for name in "ab"])
 
-    bench = lambda *args, **options: types.SimpleNamespace(seconds=129.0, flags=flags)  # noqa: E731
+    bench = lambda *args, **options: types.SimpleNamespace(name="f", kind=kind, seconds=129.0, flags=flags)  # noqa: E731
     monkeypatch.setattr(nearpeak, "bench", bench)
     monkeypatch.setattr(run, "_example_module", lambda name: types.SimpleNamespace(example=example, __doc__="A.\n\nB."))
-    return run.run_example("ridge", Context(machine=machine, device="cpu"))
+    return run.run_example("ridge", Context(machine=machine, device=device))
 
 
 def test_contention_is_told_with_what_to_do_in_every_format(monkeypatch):
@@ -36,6 +36,12 @@ def test_contention_is_told_with_what_to_do_in_every_format(monkeypatch):
     assert pages.verdict(result) == "0 of 2 predictions are within their bands. They are doubtful: CPU_CONTENDED."
     assert remedy in " ".join(pages.text(result).split())
     assert remedy in pages.markdown(result, lambda name, svg: "")
+
+
+def test_a_time_of_the_host_among_those_of_a_gpu_is_told(monkeypatch):
+    assert run_busy(monkeypatch, (), kind="device", device="cuda").doubts == ()
+    result = run_busy(monkeypatch, (), kind="enqueue", device="cuda")
+    assert result.doubts == ("Times of the host and not of the GPU: f (enqueue), f (enqueue).",)
 
 
 def test_a_quiet_run_tells_nothing_of_it(monkeypatch):

@@ -276,6 +276,52 @@ def test_one_tensor_on_a_gpu_decides():
     assert device_of(Case(print, Placed("cpu"), Placed("cuda:1"))) == torch.device("cuda:1")
 
 
+class SomeGpu:
+    """As much of a backend as `device_of` asks."""
+
+    def __init__(self, initialized=True):
+        self.is_initialized = lambda: initialized
+        self.current = lambda: 0
+        self.synchronize = lambda: None
+        self.device = lambda index: torch.device("cuda", index)
+
+
+@pytest.fixture
+def kernels_of_a_call(monkeypatch):
+    """A machine with a GPU; the list is what the profiler sees of a call."""
+    seen = []
+    monkeypatch.setattr(prepared, "gpu_backend", SomeGpu)
+    monkeypatch.setattr(prepared, "profile_calls", lambda call, calls, **options: [tuple(seen)] * calls)
+    return seen
+
+
+def test_a_call_without_kernels_runs_where_its_result_is(kernels_of_a_call):
+    assert device_of(Case(lambda: Placed("cuda:0"))) == torch.device("cuda:0")  # as torch.empty does
+    assert device_of(Case(lambda: [{"a": Placed("cuda:1")}])) == torch.device("cuda:1")
+    assert device_of(Case(lambda: Placed("cpu"))).type == "cpu"
+    assert device_of(Case(lambda: None)).type == "cpu"
+
+
+def test_tensors_on_the_cpu_do_not_hide_what_runs_on_a_gpu(kernels_of_a_call):
+    model = Placed("cuda:0")
+    assert device_of(Case(lambda x: model and None, torch.ones(3))) == torch.device("cuda:0")
+    assert device_of(Case(lambda x: None, torch.ones(3))).type == "cpu"
+    kernels_of_a_call.append("gemm")
+    assert device_of(Case(lambda x: None, torch.ones(3))) == torch.device("cuda:0")
+
+
+def test_a_process_that_has_not_used_its_gpu_is_not_profiled(kernels_of_a_call, monkeypatch):
+    monkeypatch.setattr(prepared, "gpu_backend", lambda: SomeGpu(initialized=False))
+    kernels_of_a_call.append("gemm")
+    assert device_of(Case(torch.exp, torch.ones(3))).type == "cpu"
+
+
+def test_the_first_call_comes_after_the_reset(kernels_of_a_call):
+    order = []
+    device_of(Case(lambda: order.append("call"), reset=lambda: order.append("reset")))
+    assert order == ["reset", "call"]
+
+
 def test_tensors_on_several_gpus_are_refused():
     with pytest.raises(CaseError, match=r"tensors on several GPUs \(cuda:0, cuda:1\). Time one device at a time"):
         device_of(Case(print, Placed("cuda:1"), Placed("cuda:0")))

@@ -389,3 +389,16 @@ def test_calibration_finds_sane_figures_and_keeps_them(device, tmp_path, monkeyp
         assert 0.3 * peak < found.matrix["float16"] <= 1.05 * peak
     assert calibration.machine() == measured
     assert known_machine(device) == measured
+
+
+def test_an_allocation_has_a_time_of_the_host_and_says_so():
+    timing = bench(lambda: torch.empty(2**20, device="cuda"), **QUICK)
+    assert timing.kind == "enqueue" and "NO_KERNELS" in names(timing)
+    assert timing.seconds < 2e-5
+    filled = bench(lambda: torch.zeros(2**28, dtype=torch.bfloat16, device="cuda"), **QUICK)
+    assert filled.kind == "device" and filled.seconds > 1e-4
+
+
+def test_tensors_of_the_host_do_not_hide_work_on_the_device():
+    weight, x = torch.randn(4096, 4096, device="cuda"), torch.randn(64, 4096)
+    assert bench(lambda rows: rows.cuda() @ weight, x, **QUICK).kind != "cpu"

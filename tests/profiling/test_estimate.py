@@ -154,3 +154,14 @@ def test_it_is_named_in_one_line():
     found = nearpeak.estimate(torch.mm, torch.empty(64, 64), torch.empty(64, 64), on="h100-sxm")
     assert repr(found).startswith("<Estimate of 1 ops on h100-sxm: as written ")
     assert "\n" not in repr(found)
+
+
+@pytest.mark.parametrize("machine", ["h200-sxm", "a100-sxm-80gb"])
+@pytest.mark.parametrize(("name", "args"), [("nan_to_num", ()), ("clamp", (0.0, 1.0))])
+def test_a_kernel_that_stores_what_it_leaves_unchanged_is_expected_to_take_the_time_of_its_stores(machine, name, args):
+    with nearpeak.fake():
+        x = torch.empty(2**28, dtype=torch.bfloat16, device="cuda")
+    apart = nearpeak.estimate(getattr(torch.Tensor, name), x, *args, on=machine)
+    in_place = nearpeak.estimate(getattr(torch.Tensor, f"{name}_"), x, *args, on=machine)
+    assert in_place.as_written_s < 0.6 * apart.as_written_s  # no write is unavoidable
+    assert in_place.expected_device_s == pytest.approx(apart.expected_device_s, rel=0.01)

@@ -19,7 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from nearpeak.bound.fusion import does_anything
-from nearpeak.bound.kernel_models import Gpu, access_order, kernel_constants, kernel_count, kernel_seconds
+from nearpeak.bound.kernel_models import (
+    Gpu,
+    access_order,
+    kernel_constants,
+    kernel_count,
+    kernel_seconds,
+    stores_unchanged,
+)
 from nearpeak.bound.roofline import ResourceSeconds, limiting_resource
 from nearpeak.machines.machine import EfficiencyPoint, Machine
 from nearpeak.machines.reference import reference_efficiency
@@ -166,6 +173,8 @@ class OpExpectations:
     def seconds(self, op: Op, cost: Cost, times: ResourceSeconds) -> float | None:
         """Its time, at least its bound; 0 for an op that costs nothing, None where nothing like it was measured."""
         if self._gpu is None:
+            if stores_unchanged(op):
+                times = (times[0] + self._store_seconds(op), *times[1:])
             value = expected_seconds(op, cost, times, self._efficiency)
             return None if value is None else max(value, transcendental_seconds(op, self._machine))
         if not does_anything(cost):
@@ -176,6 +185,12 @@ class OpExpectations:
         except (KeyError, IndexError, TypeError, ValueError):
             return None  # its arguments are not as torch's schema has them, as in a trace of another release
         return max(value, *times)
+
+    def _store_seconds(self, op: Op) -> float:
+        """The time of the bytes that an op stores and its bound does not charge, as far as they leave the cache."""
+        assert self._machine.achievable is not None
+        stored = sum(tensor.bytes for tensor in op.written) - (self._machine.cache_bytes or 0.0)
+        return max(0.0, stored) / self._machine.achievable.bandwidth
 
 
 def kinds_of(op: Op, cost: Cost, limiter: str) -> Iterator[str]:

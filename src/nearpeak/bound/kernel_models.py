@@ -24,6 +24,7 @@ from typing import Any
 from nearpeak.bound.tiles import product_sizes
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.cost import Cost
+from nearpeak.ops.formulas.pointwise import MOSTLY_UNCHANGED
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 
@@ -248,7 +249,16 @@ def _elementwise(kernel: Kernel) -> float:
     """
     op = kernel.op
     read = sum(tensor.bytes for tensor in op.inputs) if op.packet in _FULL else None
-    return _pass(kernel, _form(op), reads=read)
+    written = sum(tensor.bytes for tensor in op.written) if stores_unchanged(op) else None
+    return _pass(kernel, _form(op), reads=read, writes=written)
+
+
+def stores_unchanged(op: Op) -> bool:
+    """Whether torch's kernel stores every element of an operand that it leaves mostly as it was.
+
+    The bound of such an op charges no write, as a kernel could store only what it changes.
+    """
+    return op.packet.removeprefix("aten.") in MOSTLY_UNCHANGED
 
 
 def _form(op: Op) -> str:

@@ -55,6 +55,8 @@ class Context:
     progress: Callable[[str], None] = field(default=lambda line: None)
     flags: list[tuple[Flag, ...]] = field(default_factory=list)
     """Those of each measurement of the example that runs."""
+    host_times: list[str] = field(default_factory=list)
+    """Calls that were to have a device time, and have one of the host."""
 
     @property
     def gpu(self) -> bool:
@@ -122,6 +124,8 @@ class Context:
         options = {"max_seconds": MEASURE_SECONDS, "warmup_seconds": 0.05, "other_kinds": False, **options}
         timing = nearpeak.bench(fn, *args, on=self.machine, **options)
         self.flags.append(timing.flags)
+        if self.gpu and "kind" not in options and timing.kind not in ("device", "graph"):
+            self.host_times.append(f"{timing.name} ({timing.kind})")
         return timing.seconds
 
     def doubts(self) -> tuple[str, ...]:
@@ -135,6 +139,8 @@ class Context:
             f"{name} in {count} of {len(doubtful)} measurements. {remedies[name]}"
             for name, count in counts.most_common()
         ]
+        if self.host_times:
+            found.append(f"Times of the host and not of the GPU: {', '.join(self.host_times)}.")
         calibration = calibration_doubts(self.machine)
         if calibration:
             found.append(f"The calibration behind the predictions is doubtful: {calibration[0]}. {CALIBRATE}")
@@ -195,6 +201,7 @@ def run_example(name: str, context: Context) -> ExampleResult:
     title, lesson = title_and_lesson(name)
     start = time.perf_counter()
     context.flags.clear()
+    context.host_times.clear()
     parts: list[Part] = []
     skipped = ""
     try:

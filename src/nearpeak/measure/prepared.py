@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -146,6 +146,11 @@ def _prepare_gpu(case: Case, options: Options, device: GpuInstrument, calls: int
         raise CaseError(f"{case.name} cannot be captured in a CUDA graph: it waits for the device.")
     elif probe.synchronizes:
         flags.append(make_flag("SYNC_IN_REGION", "behind a busy device the call returned only when it was done"))
+    elif probe.kernels == () and (options.kind, options.method) == ("auto", "auto"):
+        prepared.sampler = WallSampler(
+            device, case.call, "enqueue", call_seconds=probe.call_seconds, reset=case.reset, calls=calls
+        )
+        flags.append(make_flag("NO_KERNELS", "the call returned, and nothing had run on the device"))
     elif probe.off_stream:
         flags.append(make_flag("OFF_STREAM", "work was still running after the current stream had finished the call"))
     else:
@@ -321,7 +326,7 @@ class Probe:
     """Whether the inputs are finite and the result is not."""
     synchronizes: bool = False
     kernels: tuple[str, ...] | None = None
-    """Names, in order; None where the profiler sees none."""
+    """Names, in order; empty where the call runs none, None where the profiler cannot see any."""
     kernel_seconds: float | None = None
     """The time during which at least one kernel ran, by the profiler."""
     off_stream: bool = False
@@ -330,26 +335,40 @@ class Probe:
 
 
 def device_of(case: Case) -> torch.device:
-    """Where the case's tensors are; for a case without tensors, where its kernels run."""
+    """The GPU that holds a tensor of the case, its result, or that runs its kernels; else the CPU.
+
+    A case that creates its tensors has none before it runs, and one that allocates runs no kernel: what it returns
+    tells. Tensors on the CPU alone do not tell, as the call may copy them to a GPU.
+    """
     for tensors in (case.tensors(), case.hidden_tensors()):
-        devices: set[torch.device] = {tensor.device for tensor in tensors}
-        on_gpu = sorted((device for device in devices if device.type not in ("cpu", "meta")), key=str)
-        if len(on_gpu) > 1:
-            raise CaseError(
-                f"{case.name} has tensors on several GPUs ({', '.join(map(str, on_gpu))}). Time one device at a time."
-            )
-        if on_gpu:
-            return on_gpu[0]
-        if devices:
-            return torch.device("cpu")
+        if (device := _one_gpu(case, tensors)) is not None:
+            return device
     backend = gpu_backend()
-    if backend is not None:
+    if backend is None:
+        return torch.device("cpu")
+    with case_errors(case.name, "on its first call"):
+        if case.reset is not None:
+            case.reset()
+        result = case.call()
+    if (device := _one_gpu(case, Case(lambda: None, result).tensors())) is not None:
+        return device
+    if backend.is_initialized():  # otherwise nothing in this process has run on a GPU
+        del result
         with case_errors(case.name, "on its first call"):
-            case.call()
-            calls = profile_calls(case.call, 1, synchronize=backend.synchronize)
+            calls = profile_calls(case.call, 1, before=case.reset, synchronize=backend.synchronize)
         if calls and calls[0]:
             return backend.device(backend.current())
     return torch.device("cpu")
+
+
+def _one_gpu(case: Case, tensors: Iterable[Any]) -> torch.device | None:
+    """The GPU that holds some of the tensors; None where all are on the CPU."""
+    on_gpu = sorted({tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}, key=str)
+    if len(on_gpu) > 1:
+        raise CaseError(
+            f"{case.name} has tensors on several GPUs ({', '.join(map(str, on_gpu))}). Time one device at a time."
+        )
+    return on_gpu[0] if on_gpu else None
 
 
 def probe_host(case: Case) -> Probe:
@@ -376,7 +395,7 @@ def probe_gpu(case: Case, device: GpuInstrument, *, kernels: bool = True) -> Pro
         return probe
     profiled_calls = [call for call in profiled if call]
     if not profiled_calls:
-        return probe
+        return replace(probe, kernels=() if kernels and _profiler_sees_kernels(device) else None)
     seconds = median([busy_seconds(call) for call in profiled_calls])
     several_streams = len({kernel.stream for kernel in profiled_calls[-1]}) > 1
     return replace(
@@ -385,6 +404,13 @@ def probe_gpu(case: Case, device: GpuInstrument, *, kernels: bool = True) -> Pro
         kernel_seconds=seconds,
         off_stream=several_streams and _off_stream(case, device, seconds),
     )
+
+
+def _profiler_sees_kernels(device: GpuInstrument) -> bool:
+    """Whether the profiler records a kernel that certainly runs."""
+    place = device.backend.device(device.index)
+    calls = profile_calls(lambda: torch.ones(1, device=place), 1, synchronize=device.synchronize)
+    return any(calls)
 
 
 def _probe(case: Case, *, synchronize: Any, memory: Any) -> Probe:

@@ -231,6 +231,7 @@ class Flag:
 _FLAGS: dict[str, tuple[Severity, str]] = {
     "CPU_BOUND": ("note", "Capture it in a CUDA graph, use torch.compile, or do more work per call."),
     "CLOSURE_INPUTS": ("note", "Pass tensors as arguments, so that they can be described and watched."),
+    "NO_KERNELS": ("note", "This is the time of the host: the call occupies the device for no time at all."),
     "NO_GRAPH": ("note", "Avoid host synchronization and host-side state in the call to make it capturable."),
     "LAUNCH_NOT_HIDDEN": ("wrong", "The time contains host delays: lower the host work per call or use a CUDA graph."),
     "SYNC_IN_REGION": ("doubt", "Remove .item(), .cpu(), nonzero or synchronize() from the call for a device time."),

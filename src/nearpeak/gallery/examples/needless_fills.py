@@ -1,89 +1,174 @@
 """zeros or empty, nan_to_num or zero_: what a needless fill costs.
 
-A buffer that is about to be overwritten need not be filled. A fill writes every byte once, and a step that looks at
-what it replaces, such as nan_to_num, reads them too. Neither stands out in a list of operations, since each takes
-little; a model of 64 layers pays for it 64 times in each pass. Shown for the output of a mixture of experts.
+A buffer that is about to be overwritten need not be filled. A fill writes every byte once; an operation that looks at
+what it replaces, such as nan_to_num, reads every byte too. Neither stands out in a list of operations, since each takes
+microseconds; a model of 64 layers pays 64 times per pass. The example prepares the expert buffers of a mixture of
+experts in three ways, then explains why nan_to_num_ is less than twice as slow as zero_ although it moves twice the
+bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import nearpeak
 from nearpeak.gallery.parts import Part, Prediction, StackedBars, prediction_table, prose
-from nearpeak.gallery.run import Context
+from nearpeak.gallery.run import MEASURE_SECONDS, Context
 from nearpeak.render.document import Table
 from nearpeak.render.picture.bars import Bar
-from nearpeak.units import percent, quantity, seconds
+from nearpeak.units import percent, quantity, seconds, significant
 
 LAYERS = 64
+LATE_STORES = (0.5, 3.0)
+"""Band on a CPU of an operation in place, whose stores may leave the cache during the next call."""
 
 
-def zeros_as(output: Tensor) -> Tensor:
-    """New zeros, of a size and a place."""
-    return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
+def zeros(buffers: list[Tensor]) -> list[Tensor]:
+    """New zeros for each layer."""
+    return [torch.zeros_like(buffer) for buffer in buffers]
+
+
+def empty(buffers: list[Tensor]) -> list[Tensor]:
+    """New memory for each layer, not initialized."""
+    return [torch.empty_like(buffer) for buffer in buffers]
+
+
+def zero_in_place(buffers: list[Tensor]) -> None:
+    """Zeros in buffers that exist."""
+    for buffer in buffers:
+        buffer.zero_()
+
+
+def clean_in_place(buffers: list[Tensor]) -> None:
+    """Zeros in place of NaN."""
+    for buffer in buffers:
+        buffer.nan_to_num_()
 
 
 def example(context: Context) -> Iterator[Part]:
-    """Bytes, seconds a call, and seconds a pass."""
-    tokens, experts_of_a_token, width = context.pick(gpu=(8192, 8, 1536), cpu=(2048, 8, 384))
+    """Bytes, then a pass through all layers, then rates."""
+    rows, width = context.pick(gpu=(8192, 1536), cpu=(1024, 384))
     dtype = context.pick(gpu=torch.bfloat16, cpu=torch.float32)
-    rows = tokens * experts_of_a_token
-    shape, size = (rows, width), rows * width * dtype.itemsize
-    output = torch.zeros(shape, dtype=dtype, device=context.tensors)
-
-    def empty() -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=context.tensors)
-
+    size = rows * width * dtype.itemsize
+    buffers = [torch.randn(rows, width, dtype=dtype, device=context.tensors) for _ in range(LAYERS)]
+    whole = LAYERS * size
     yield from prose(
-        f"{tokens} tokens with {experts_of_a_token} experts each are {rows} rows for the grouped product of a layer;"
-        f" with {width} columns its output is {quantity(size, 'B')}. The product writes every row, so that the buffer"
-        " it writes to may hold anything before. Three ways to prepare it, and one to clean it up afterwards:"
+        f"A model of {LAYERS} layers has a mixture of experts in each. {rows} routed rows of {width} numbers are the"
+        f" output of a layer's grouped product, {quantity(size, 'B')}; the buffers of all layers are"
+        f" {quantity(whole, 'B')}. The product writes every row, so that its buffer may hold anything before."
     )
     yield Table(
-        title="Bytes of a call",
+        title="Bytes of a pass",
         headers=("", "reads", "writes"),
         rows=(
             ("torch.empty", *(quantity(0, "B"),) * 2),
-            ("torch.zeros", quantity(0, "B"), quantity(size, "B")),
-            ("zero_", quantity(0, "B"), quantity(size, "B")),
-            ("nan_to_num_", *(quantity(size, "B"),) * 2),
+            ("torch.zeros", quantity(0, "B"), quantity(whole, "B")),
+            ("zero_ in place", quantity(0, "B"), quantity(whole, "B")),
+            ("nan_to_num_", *(quantity(whole, "B"),) * 2),
         ),
     )
-    zero_row = context.row("torch.zeros", zeros_as, output)
-    fill_row = context.row("zero_", Tensor.zero_, output)
-    # At the least nan_to_num_ writes what it changes; torch's kernel writes all, as where the result is elsewhere.
-    both_ways = context.predict(torch.nan_to_num, output)
-    clean_row = context.row("nan_to_num_", Tensor.nan_to_num_, output, predicted=both_ways)
+    cleaned = _row(context, "nan_to_num_", clean_in_place, buffers, band=context.pick(gpu=None, cpu=LATE_STORES))
+    made = _row(context, "torch.zeros", zeros, buffers)
+    reused = _row(context, "zero_ in place", zero_in_place, buffers)
+    rows_of_pass = [made, reused, cleaned]
+    if context.gpu:
+        wide = [buffer.view(torch.float32) for buffer in buffers]
+        rows_of_pass.append(_row(context, "zero_, as float32", zero_in_place, wide))
     yield prediction_table(
-        "A call",
-        [zero_row, fill_row, clean_row],
-        note="Predicted at what torch's fills, and its operations on one number each, reach on such a machine.",
+        f"A pass through {LAYERS} layers",
+        rows_of_pass,
+        note="Predicted from the expected time of torch's kernels, which `nearpeak estimate` prints."
+        + context.pick(
+            gpu="", cpu=" What one call leaves in the cache is written to memory during the next, which no kernel has."
+        ),
     )
-    nothing = context.measure(empty)
-    if nothing is not None:
-        yield from prose(f"torch.empty takes {seconds(nothing)}: it asks the allocator for memory, and writes nothing.")
-
-    def of_pass(row: Prediction) -> float:
-        return LAYERS * (row.measured or row.predicted or 0.0)
-
+    yield from _without_zeros(context, buffers)
     how = "measured" if context.measures else "predicted"
     yield StackedBars(
-        title=f"A pass through {LAYERS} layers",
-        subtitle=f"one call for each layer, as {how} here",
-        bars=tuple(Bar(name=row.what, pieces=(("seconds", of_pass(row)),)) for row in (zero_row, fill_row, clean_row)),
+        title="Time that a pass does not need",
+        subtitle=f"{LAYERS} calls, as {how} here; with torch.empty it is zero",
+        bars=tuple(Bar(name=row.what, pieces=(("seconds", _seconds(row)),)) for row in rows_of_pass[:3]),
     )
-    flops = 2 * rows * width * width
     ceilings = context.machine.achievable or context.machine.theoretical
     assert ceilings is not None
-    product = LAYERS * flops / ceilings.peak(str(dtype))
+    product = LAYERS * 2 * rows * width * width / ceilings.peak(str(dtype))
     yield from prose(
-        f"In a model of {LAYERS} layers torch.zeros in place of torch.empty costs {seconds(of_pass(zero_row))} a pass,"
-        f" and nan_to_num_ in place of nothing {seconds(of_pass(clean_row))}. The grouped products that fill the"
-        f" buffers, with matrices of {width} x {width}, take {seconds(product)} at the machine's peak: the needless"
-        f" zeros add {percent(of_pass(zero_row) / product)} to them.",
-        "Where padding must not hold NaN, zero_ on the padding alone, or on the buffer once when it is made, does what"
-        " nan_to_num_ does after every call: it writes, and reads nothing.",
+        f"torch.zeros in place of torch.empty costs {seconds(_seconds(made))} per pass, and so does zero_ on buffers"
+        f" that are reused: {seconds(_seconds(reused))}. The grouped products that overwrite the zeros, with matrices"
+        f" of {width} x {width}, take {seconds(product)} at the machine's peak: the zeros add"
+        f" {percent(_seconds(made) / product, 0)} to them."
     )
+    yield from _rates(context, whole, rows_of_pass)
+    yield from prose(
+        "Where padding must not hold NaN, write zeros to the padding alone, or once when the buffer is made. After"
+        " every call, nan_to_num_ reads and writes all rows for the few that need it."
+    )
+
+
+def _row(
+    context: Context,
+    what: str,
+    fn: Callable[[list[Tensor]], Any],
+    buffers: list[Tensor],
+    band: tuple[float, float] | None = None,
+) -> Prediction:
+    """The buffers are bound to the function: as arguments, the zeros in them would be called degenerate inputs."""
+    return context.row(what, partial(fn, buffers), predicted=context.predict(fn, buffers), band=band)
+
+
+def _seconds(row: Prediction) -> float:
+    return row.measured or row.predicted or 0.0
+
+
+def _without_zeros(context: Context, buffers: list[Tensor]) -> Iterator[Part]:
+    """torch.empty runs no kernel: its time is that of the host, and is called so."""
+    if not context.measures:
+        yield from prose("torch.empty asks the allocator for memory and runs no kernel.")
+        return
+    timing = nearpeak.bench(empty, buffers, on=context.machine, max_seconds=MEASURE_SECONDS, other_kinds=False)
+    each = f"{seconds(timing.seconds)} of {timing.kind} time, {seconds(timing.seconds / LAYERS)} per buffer"
+    if context.gpu:
+        yield from prose(
+            f"torch.empty runs no kernel. It takes the GPU no time, and the host {each}: that is the allocator, which"
+            " works while the GPU is still busy with earlier kernels."
+        )
+    else:
+        yield from prose(f"torch.empty writes nothing. It takes {each}: that is the allocator.")
+
+
+def _rates(context: Context, whole: float, passes: list[Prediction]) -> Iterator[Part]:
+    """nan_to_num_ against zero_: bytes, rates, and what the rate of a fill depends on."""
+    times = {row.what: _seconds(row) for row in passes}
+    moved = {what: (2 if what == "nan_to_num_" else 1) * whole for what in times}
+    how = "measured" if context.measures else "predicted"
+    yield Table(
+        title=f"Rates: bytes over time, as {how} here",
+        headers=("", "bytes", "rate"),
+        rows=tuple((what, quantity(moved[what], "B"), quantity(moved[what] / times[what], "B/s")) for what in times),
+    )
+    fill, clean = (moved[what] / times[what] for what in ("zero_ in place", "nan_to_num_"))
+    ratio = times["nan_to_num_"] / times["zero_ in place"]
+    why = (
+        f"nan_to_num_ moves 2.0 times the bytes of zero_, and takes {significant(ratio)} times as long: it moves"
+        f" {quantity(clean, 'B/s')} where the fill moves {quantity(fill, 'B/s')}, and 2.0 x"
+        f" {significant(fill / clean)} = {significant(ratio)}."
+    )
+    if context.gpu:
+        wide = times["zero_, as float32"]
+        why += (
+            " A thread of torch's fill stores four elements at once, which are 8 bytes of a 16-bit type. The same"
+            f" bytes, viewed as float32 and so stored 16 at a time, are filled at {quantity(whole / wide, 'B/s')}:"
+            f" {significant(times['zero_ in place'] / wide)} times as fast, and nan_to_num_ takes"
+            f" {significant(times['nan_to_num_'] / wide)} times as long as that."
+        )
+    else:
+        why += (
+            " A core reads a cache line before it writes to it, unless the store bypasses the cache: then a fill moves"
+            " as many bytes as an operation in place."
+        )
+    yield from prose(why)
