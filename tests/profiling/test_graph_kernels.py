@@ -143,6 +143,7 @@ def compiled() -> Callable[[], Any]:
 
     def step() -> None:
         call(x).sum().backward()
+        model.zero_grad()  # gradients lie in the memory of the graph, which the next step overwrites
 
     return step
 
