@@ -454,7 +454,7 @@ def rows_of(program: Program, profile: ProfileResult | None, savings: Mapping[st
             program=program.name,
             waste=waste,
             measured=savings.get(waste),
-            predicted=sum(finding.share for finding in findings),
+            predicted=_predicted_share(findings),
             place=place,
             findings=tuple(findings),
         )
@@ -468,6 +468,12 @@ def rows_of(program: Program, profile: ProfileResult | None, savings: Mapping[st
             place="elsewhere" if profile else "not profiled",
             findings=together,
         )
+
+
+def _predicted_share(findings: Sequence[Seen]) -> float:
+    """Of findings at one place: the largest alone, and what each of the others adds."""
+    largest = max(findings, key=lambda finding: finding.share, default=None)
+    return sum(finding.share if finding is largest else finding.added_share for finding in findings)
 
 
 def cells(row: Row) -> list[str]:

@@ -1,4 +1,4 @@
-"""Findings claim each op's time once, are merged by line, and can be silenced."""
+"""Findings have what each saves alone and all together, are merged by line, and can be silenced."""
 
 import dataclasses
 import runpy
@@ -61,13 +61,44 @@ def waste(at, gains=None, **others):
     )
 
 
-def test_the_larger_claim_on_an_op_comes_first_and_both_are_no_more_than_it_took():
+def test_findings_have_what_they_save_alone_and_shares_of_the_same_op_multiply():
     rule("one")(lambda step: [waste(0, {0: 0.8, 1: 0.6})])
     rule("other")(lambda step: [waste(0, {0: 0.5})])
     found, undecided = find(examined())
-    assert [(item.rule, pytest.approx(item.saving_s)) for item in found] == [("one", 1.4), ("other", 0.2)]
+    assert [(item.rule, pytest.approx(item.saving_s)) for item in found] == [("one", 1.4), ("other", 0.5)]
+    assert [item.together_s for item in found] == pytest.approx([1.4, 0.9 + 0.6])
     assert undecided == ()
     assert found[0].share == pytest.approx(0.14)
+
+
+def test_places_of_one_rule_claim_the_time_of_an_op_once():
+    rule("one")(lambda step: [waste(0, {0: 0.8}), waste(1, {0: 0.5})])
+    found, _ = find(examined())
+    assert sorted(item.saving_s for item in found) == pytest.approx([0.2, 0.8])
+
+
+@pytest.mark.parametrize(
+    ("larger", "left"),
+    [
+        (waste(0, {0: 1.0, 1: 1.0}), []),  # the op no longer runs
+        (waste(0, {0: 0.8, 1: 0.8}, replaces=True), []),  # another op takes its place
+        (waste(0, {0: 0.8, 1: 0.8}), [0.6]),
+        (waste(0, {1: 1.0, 2: 1.0}), [0.6]),
+    ],
+)
+def test_what_goes_with_a_larger_finding_anyway_has_one_name(larger, left):
+    rule("larger")(lambda step: [larger])
+    rule("smaller")(lambda step: [waste(0, {0: 0.6})])
+    found, _ = find(examined())
+    assert [item.saving_s for item in found if item.rule == "smaller"] == pytest.approx(left)
+
+
+def test_a_change_that_is_mostly_elsewhere_keeps_what_it_saves_alone():
+    rule("larger")(lambda step: [waste(0, {0: 1.0, 1: 1.0})])
+    rule("wide")(lambda step: [waste(0, {0: 0.5, 2: 0.5, 3: 0.5})])
+    found, _ = find(examined())
+    assert [item.saving_s for item in found] == pytest.approx([2.0, 1.5])
+    assert found[-1].together_s == pytest.approx(3.0)
 
 
 def test_a_general_rule_gets_the_ops_that_no_other_claims():
@@ -87,7 +118,7 @@ def test_idle_time_is_claimed_by_its_cause():
     rule("input")(lambda step: [waste(None, idle={"input": 1.5})])
     rule("more-input")(lambda step: [waste(None, idle={"input": 1.0, "compilation": 3.0})])
     found, _ = find(examined(idle=idle))
-    assert sum(item.saving_s for item in found) == 2.0
+    assert [item.saving_s for item in found] == [1.5, 1.0] and found[-1].together_s == 2.0
 
 
 LAUNCHING = (IdleCause(cause="launching", seconds=3.0, count=4, where="", what="launched late"),)
@@ -114,12 +145,13 @@ def test_an_op_that_goes_takes_what_the_device_waited_for_it():
     assert next(item for item in found if item.rule == "quicker").reasoning == "so"
 
 
-def test_what_was_waited_for_a_launch_is_claimed_once():
+def test_what_was_waited_for_a_launch_is_saved_once():
     rule("one")(lambda step: [waste(0, {0: 0.5}, gone=[0])])
     rule("other")(lambda step: [waste(0, {0: 0.4}, gone=[0])])
     rule("rest", general=True)(lambda step: [waste(None, idle={"launching": 3.0})])
     found, _ = find(late(examined(idle=LAUNCHING), 1.0, 0.8, 0.7, 0.5))
-    assert {item.rule: item.saving_s for item in found} == pytest.approx({"one": 1.5, "other": 0.4, "rest": 2.0})
+    assert {item.rule: item.saving_s for item in found} == pytest.approx({"rest": 2.0, "one": 1.5, "other": 1.4})
+    assert found[-1].together_s == pytest.approx(3.0 + 0.7)
 
 
 def test_a_waste_of_launches_alone_is_one():

@@ -207,9 +207,9 @@ def test_a_call_waits_for_the_pageable_copy_that_it_makes():
     assert StepReplay(timeline, wall_s=1040 * us).residual == pytest.approx(0.0, abs=0.02)
 
 
-def test_changes_add_up():
+def test_changes_of_the_same_multiply():
     both = combine([Change(shorter={0: 0.5}, idle_s=1.0), Change(shorter={0: 0.75, 1: 0.25}, causes={READ: 1.0})])
-    assert both == Change(shorter={0: 1.0, 1: 0.25}, idle_s=1.0, causes={READ: 1.0})
+    assert both == Change(shorter={0: 0.875, 1: 0.25}, idle_s=1.0, causes={READ: 1.0})
     assert combine([]) == UNCHANGED
 
 

@@ -1,8 +1,8 @@
 """The engine: a registry of rules, and `find`, which runs them on a step.
 
-A rule yields a `Waste` for each place. The engine makes sure that no time is claimed twice, merges the claims by line
-into findings, and ranks these by their saving. Where the host and the device were recorded, the saving is what a replay
-of both without the claims gives; else it is the sum of the claims.
+A rule yields a `Waste` for each place. The engine merges what they claim by line into findings, and ranks these by what
+each saves alone. Where the host and the device were recorded, that is what a replay of both without the claims gives;
+else it is the sum of the claims. What findings save together is less where they shorten the same ops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import runpy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +30,10 @@ _MAX_MENTIONED_IDLE_VALUE = 0.95
 """The reasoning mentions the clock if a second of idle time is worth less than this."""
 _WHOLE = 0.9
 """The share of the idle time of a cause from which all of it is claimed."""
+_GONE = 0.99
+"""The share of the time of an op, or of a cause, from which it goes as a whole."""
+_SAME_WASTE = 0.8
+"""The share of a claim from which it is another name of what larger ones change."""
 _SAME_SAVING = 0.05
 """The reasoning mentions the replay if it differs from the sum of the claims by more than this share."""
 
@@ -38,10 +42,9 @@ _SAME_SAVING = 0.05
 class Waste:
     """What a rule sees at one place of a step.
 
-    Savings are predicted per op, so that two rules never claim the same time: `gains` are seconds by the index of the
-    op, at most the time of the op. `gone` are ops that would no longer run: the time that the device waited for their
-    launches is saved too. Other idle time is claimed from `idle`, by the name of the cause; "communication" is the time
-    in which only communication ran.
+    Savings are predicted per op: `gains` are seconds by the index of the op, at most the time of the op. `gone` are ops
+    that would no longer run: the time that the device waited for their launches is saved too. Other idle time is
+    claimed from `idle`, by the name of the cause; "communication" is the time in which only communication ran.
     """
 
     title: str
@@ -69,7 +72,7 @@ class Waste:
 
     @property
     def saving_s(self) -> float:
-        """The saving before claims of other rules are subtracted."""
+        """The sum of what it claims."""
         return sum(self.gains.values()) + sum(self.idle.values())
 
 
@@ -225,82 +228,160 @@ def _saves_time(step: Step, waste: Waste) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Claim:
+    """What one place saves if it alone is changed."""
+
     rule: str
     waste: Waste
-    saving_s: float
-    """The sum of what is claimed."""
-    idle_s: float
-    """The idle time in the saving."""
-    change: Change
-    """The same for a replay."""
+    gains: Mapping[int, float]
+    removed: frozenset[int]
+    """The ops that no longer run."""
+    launch_waits: Mapping[int, float]
+    """The idle time before them."""
+    idle: Mapping[str, float]
+    """Other idle time, by its cause."""
+
+    @property
+    def saving_s(self) -> float:
+        """The sum of what is claimed."""
+        return sum(self.gains.values()) + sum(self.launch_waits.values()) + sum(self.idle.values())
 
 
-def _claims(step: Step, wastes: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
-    """Claims in the order of their size, general rules last. The time of an op, and each idle time, is claimed once."""
-    left = [op.measured_s for op in step.measured]
-    launch_wait = [op.launch_wait_s for op in step.measured]
-    removed: set[int] = set()
+class _Ledger:
+    """The time of a step that is left to claim: that of each op, and each idle time."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._left = [op.measured_s for op in step.measured]
+        self._removed: set[int] = set()
+        self._idle: dict[str, float] = _idle_by_cause(step)
+
+    def claim(self, name: str, waste: Waste, besides: Collection[int] = ()) -> _Claim:
+        """What is left of what a waste claims, besides some ops."""
+        gains: dict[int, float] = {}
+        for index, gain in waste.gains.items():
+            if index not in besides and (claimed_s := min(max(gain, 0.0), self._left[index])):
+                gains[index] = claimed_s
+                self._left[index] = 0.0 if waste.replaces else self._left[index] - claimed_s
+        removed = frozenset(_removed_ops(self._step, waste)) - self._removed
+        self._removed |= removed
+        launch_waits: dict[int, float] = {}
+        for index in removed:
+            wanted_s = self._step.measured[index].launch_wait_s
+            launch_waits[index] = self._claim_idle("launching", wanted_s)
+            launch_waits[index] += self._claim_idle("python", wanted_s - launch_waits[index])
+        idle = {cause: self._claim_idle(cause, max(gain, 0.0)) for cause, gain in waste.idle.items()}
+        return _Claim(rule=name, waste=waste, gains=gains, removed=removed, launch_waits=launch_waits, idle=idle)
+
+    def _claim_idle(self, cause: str, wanted_s: float) -> float:
+        claimed_s = min(wanted_s, self._idle.get(cause, 0.0))
+        self._idle[cause] = self._idle.get(cause, 0.0) - claimed_s
+        return claimed_s
+
+
+def _idle_by_cause(step: Step) -> dict[str, float]:
     idle: dict[str, float] = {"communication": step.profile.communication_s}
     for cause in step.profile.idle:
         idle[cause.cause] = idle.get(cause.cause, 0.0) + cause.seconds
+    return idle
+
+
+def _claims(step: Step, wastes: Sequence[tuple[str, Waste]]) -> Iterator[_Claim]:
+    """What each place saves alone, the largest first.
+
+    Places of one rule claim the time of an op once. Those of different rules are different changes: each has all that
+    it saves, unless nearly all of that goes with a larger one anyway. General rules get what all others leave.
+    """
     registry = rules()
-    claimed_by_special: set[int] = set()
+    of_all = _Ledger(step)
+    of_rule: dict[str, _Ledger] = {}
+    gone = _Gone(step)
+    special_ops: set[int] = set()
 
     def order(item: tuple[str, Waste]) -> tuple[bool, float]:
         name, waste = item
         launches_s = sum(step.measured[index].launch_wait_s for index in _removed_ops(step, waste))
         return registry[name].general, -waste.saving_s - launches_s
 
-    def claim_idle(cause: str, wanted_s: float) -> float:
-        claimed_s = min(wanted_s, idle.get(cause, 0.0))
-        idle[cause] = idle.get(cause, 0.0) - claimed_s
-        return claimed_s
-
     for name, waste in sorted(wastes, key=order):
-        busy_s = idle_s = 0.0
-        shorter: dict[int, float] = {}
+        if registry[name].general:
+            yield of_all.claim(name, waste, besides=special_ops)
+            continue
+        if gone.has_most_of(name, waste):
+            yield of_all.claim(name, waste)
+        else:
+            of_all.claim(name, waste)
+            if name not in of_rule:
+                of_rule[name] = _Ledger(step)
+            yield of_rule[name].claim(name, waste)
+        gone.add(name, waste)
+        special_ops.update(waste.gains)
+
+
+class _Gone:
+    """What goes as a whole with wastes that were seen: ops that no longer run or are replaced, and idle time."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._rules: dict[Hashable, set[str]] = {}
+
+    def add(self, name: str, waste: Waste) -> None:
+        for part, share, _ in self._parts(waste):
+            if share > _GONE or (waste.replaces and part in waste.gains):
+                self._rules.setdefault(part, set()).add(name)
+
+    def has_most_of(self, name: str, waste: Waste) -> bool:
+        """Whether a waste is another name for what larger ones of other rules change."""
+        parts = list(self._parts(waste))
+        gone_s = sum(seconds for part, _, seconds in parts if self._rules.get(part, set()) - {name})
+        return gone_s > _SAME_WASTE * sum(seconds for _, _, seconds in parts)
+
+    def _parts(self, waste: Waste) -> Iterator[tuple[Hashable, float, float]]:
+        """The ops and idle times of a waste, with the share that goes and its seconds."""
         for index, gain in waste.gains.items():
-            if registry[name].general and index in claimed_by_special:
-                continue
-            claimed_s = min(max(gain, 0.0), left[index])
-            left[index] = 0.0 if waste.replaces else left[index] - claimed_s
-            busy_s += claimed_s
-            if claimed_s:
-                shorter[index] = claimed_s / step.time(index)
-        now_removed = set(_removed_ops(step, waste)) - removed
-        removed |= now_removed
-        for index in now_removed:
-            for cause_name in ("launching", "python"):
-                claimed_s = claim_idle(cause_name, launch_wait[index])
-                launch_wait[index] -= claimed_s
-                idle_s += claimed_s
-        claimed_idle = {cause: claim_idle(cause, max(gain, 0.0)) for cause, gain in waste.idle.items()}
-        for cause_name, claimed_s in claimed_idle.items():
-            if cause_name == "communication":
-                busy_s += claimed_s
-            else:
-                idle_s += claimed_s
-        if not registry[name].general:
-            claimed_by_special.update(waste.gains)
-        yield _Claim(
-            rule=name,
-            waste=waste,
-            saving_s=busy_s + idle_s * step.idle_value,
-            idle_s=idle_s,
-            change=_change(step, waste, shorter, now_removed, claimed_idle),
-        )
+            yield index, gain / self._step.time(index) if self._step.time(index) else 1.0, max(gain, 0.0)
+        for index in _removed_ops(self._step, waste):
+            yield ("launch", index), 1.0, self._step.measured[index].launch_wait_s
+        for name, claimed_s in waste.idle.items():
+            causes = [cause for cause in waste.causes or self._step.profile.idle if cause.cause == name]
+            total_s = sum(cause.seconds for cause in causes)
+            for cause in causes:
+                share = min(1.0, claimed_s / total_s) if total_s else 0.0
+                yield (name, cause.where, cause.what), share, share * cause.seconds
 
 
-def _change(
-    step: Step, waste: Waste, shorter: Mapping[int, float], removed: Collection[int], idle: Mapping[str, float]
-) -> Change:
-    """What a claim changes in a replay."""
+def _sum_of(step: Step, groups: Iterable[_Group]) -> tuple[float, float]:
+    """What groups save at once as a sum of times, and the idle time in it: two that shorten an op multiply."""
+    stays: dict[int, float] = {}
+    launch_waits: dict[int, float] = {}
+    idle: dict[str, float] = {}
+    for group in groups:
+        for index, share in group.shares.items():
+            stays[index] = stays.get(index, 1.0) * (1.0 - share)
+        for claim in group.claims:
+            launch_waits.update(claim.launch_waits)
+            for cause, claimed_s in claim.idle.items():
+                idle[cause] = idle.get(cause, 0.0) + claimed_s
+    total = _idle_by_cause(step)
+    idle = {cause: min(claimed_s, total.get(cause, 0.0)) for cause, claimed_s in idle.items()}
+    launching_s = sum(total.get(cause, 0.0) - idle.get(cause, 0.0) for cause in ("launching", "python"))
+    busy_s = sum(step.time(index) * (1.0 - share) for index, share in stays.items()) + idle.pop("communication", 0.0)
+    idle_s = sum(idle.values()) + min(launching_s, sum(launch_waits.values()))
+    return busy_s + idle_s * step.idle_value, idle_s
+
+
+def _change(step: Step, claims: Sequence[_Claim], shares: Mapping[int, float]) -> Change:
+    """What the claims of one group change in a replay."""
     if step.replay is None:
         return Change()
-    timeline = step.replay.timeline
+    return dataclasses.replace(combine(_change_of_host(step, step.replay, claim) for claim in claims), shorter=shares)
+
+
+def _change_of_host(step: Step, replay: StepReplay, claim: _Claim) -> Change:
+    """What a claim changes, other than kernels."""
+    timeline, waste = replay.timeline, claim.waste
     causes: dict[Cause, float] = {}
     other_s = 0.0
-    for name, claimed_s in idle.items():
+    for name, claimed_s in claim.idle.items():
         if name == "communication" or not claimed_s or (waste.launch_s and name in ("launching", "python")):
             continue
         named = [cause for cause in waste.causes or step.profile.idle if cause.cause == name]
@@ -314,13 +395,12 @@ def _change(
                 other_s += claimed_s * cause.seconds / total_s
     exposed_s = step.profile.communication_s
     return Change(
-        shorter=shorter,
         launch_s={
             **{index: left_s for index, left_s in waste.launch_s.items() if index not in timeline.waiting_ops},
-            **dict.fromkeys(removed, 0.0),
+            **dict.fromkeys(claim.removed, 0.0),
         },
         causes=causes,
-        communication=idle.get("communication", 0.0) / exposed_s if exposed_s else 0.0,
+        communication=claim.idle.get("communication", 0.0) / exposed_s if exposed_s else 0.0,
         idle_s=other_s,
     )
 
@@ -342,42 +422,43 @@ class _Group:
     source: str
     library: str
     claims: Sequence[_Claim]
+    shares: Mapping[int, float]
+    """The share of the time of ops that goes."""
     change: Change
-    saving_s: float
-    idle_s: float
+    """The same for a replay, with what the host no longer does."""
+    saving_s: float = 0.0
+    idle_s: float = 0.0
     """The idle time in the saving."""
     together_s: float = 0.0
     """The saving of this one and of all before it at once."""
 
 
 def _merge_claims(step: Step, claims: Sequence[_Claim]) -> list[_Group]:
-    """One group for each rule, line and library, with sums of savings."""
+    """One group for each rule, line and library."""
     by_line: dict[tuple[str, str, str, str], list[_Claim]] = {}
     for claim in claims:
         line, library = _source_line(step, claim.waste), _library(step, claim)
         by_line.setdefault((claim.rule, line, library, claim.waste.title if not line else ""), []).append(claim)
-    return [
-        _Group(
-            rule=name,
-            source=line,
-            library=library,
-            claims=group,
-            change=combine(claim.change for claim in group),
-            saving_s=sum(claim.saving_s for claim in group),
-            idle_s=sum(claim.idle_s for claim in group),
-        )
-        for (name, line, library, _), group in by_line.items()
-    ]
+    groups = []
+    for (name, line, library, _), own in by_line.items():
+        shares: dict[int, float] = {}
+        for claim in own:
+            for index, gain in claim.gains.items():
+                shares[index] = min(1.0, shares.get(index, 0.0) + gain / step.time(index))
+        change = _change(step, own, shares)
+        groups.append(_Group(rule=name, source=line, library=library, claims=own, shares=shares, change=change))
+    return groups
 
 
 def _predict(step: Step, groups: Sequence[_Group]) -> list[_Group]:
-    """The groups with the savings of a replay, if there is one.
+    """The groups with their savings.
 
-    Those of a rule sum to what all of them save at once: two waits in a row cost little each, and much together. A
-    general rule gets what is left when everything else has gone.
+    In a replay those of a rule sum to what all of them save at once: two waits in a row cost little each, and much
+    together. A general rule gets what is left when everything else has gone.
     """
+    sums = {id(group): _sum_of(step, [group]) for group in groups}
     if step.replay is None:
-        return list(groups)
+        return [dataclasses.replace(group, saving_s=sums[id(group)][0], idle_s=sums[id(group)][1]) for group in groups]
     by_rule: dict[str, list[_Group]] = {}
     for group in groups:
         by_rule.setdefault(group.rule, []).append(group)
@@ -390,11 +471,11 @@ def _predict(step: Step, groups: Sequence[_Group]) -> list[_Group]:
             together = alone[0]
         else:
             together = _replayed(step, step.replay, combine(group.change for group in own), after)
-        total_s, sums_s = sum(saving for saving, _ in alone), sum(group.saving_s for group in own)
+        total_s, sums_s = sum(saving for saving, _ in alone), sum(sums[id(group)][0] for group in own)
         more_s = max(0.0, together[0] - total_s)
         less = min(1.0, together[0] / total_s) if total_s > 0.0 else 1.0
         for group, (saving_s, idle_s) in zip(own, alone, strict=True):
-            extra_s = more_s * group.saving_s / sums_s if sums_s else 0.0
+            extra_s = more_s * sums[id(group)][0] / sums_s if sums_s else 0.0
             predicted.append(
                 dataclasses.replace(group, saving_s=saving_s * less + extra_s, idle_s=idle_s * less + extra_s)
             )
@@ -411,14 +492,11 @@ def _replayed(step: Step, replay: StepReplay, change: Change, after: Change) -> 
 
 def _predict_together(step: Step, groups: Sequence[_Group]) -> Iterator[_Group]:
     """The groups with the saving of each and of all before it."""
-    changes: list[Change] = []
-    together_s = 0.0
-    for group in groups:
-        changes.append(group.change)
+    for count, group in enumerate(groups, 1):
         if step.replay is None:
-            together_s += group.saving_s
+            together_s = _sum_of(step, groups[:count])[0]
         else:
-            together_s = _replayed(step, step.replay, combine(changes), Change())[0]
+            together_s = _replayed(step, step.replay, combine(each.change for each in groups[:count]), Change())[0]
         yield dataclasses.replace(group, together_s=together_s)
 
 

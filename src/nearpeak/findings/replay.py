@@ -385,19 +385,19 @@ class Change:
 
 
 def combine(changes: Iterable[Change]) -> Change:
-    """All of the changes at once."""
+    """All of the changes at once: two that shorten the same multiply."""
     shorter: dict[int, float] = {}
     launch_s: dict[int, float] = {}
     causes: dict[Cause, float] = {}
     communication = idle_s = 0.0
     for change in changes:
         for op, share in change.shorter.items():
-            shorter[op] = min(1.0, shorter.get(op, 0.0) + share)
+            shorter[op] = 1.0 - (1.0 - shorter.get(op, 0.0)) * (1.0 - share)
         for op, seconds in change.launch_s.items():
             launch_s[op] = min(seconds, launch_s.get(op, seconds))
         for cause, share in change.causes.items():
-            causes[cause] = min(1.0, causes.get(cause, 0.0) + share)
-        communication = min(1.0, communication + change.communication)
+            causes[cause] = 1.0 - (1.0 - causes.get(cause, 0.0)) * (1.0 - share)
+        communication = 1.0 - (1.0 - communication) * (1.0 - change.communication)
         idle_s += change.idle_s
     return Change(shorter=shorter, launch_s=launch_s, causes=causes, communication=communication, idle_s=idle_s)
 

@@ -42,7 +42,7 @@ class Finding(Result):
     places: Count
     """The number of occurrences in the step."""
     saving_s: Seconds
-    """The predicted saving per step if this alone is changed, without what another finding claims of the same ops."""
+    """The predicted saving per step if this alone is changed."""
     share: Amount
     """The saving over the wall time."""
     evidence: str
@@ -56,8 +56,8 @@ class Finding(Result):
     ops: tuple[Count, ...] = ()
     """Indices into the ops of the profile."""
     together_s: Seconds | None = None
-    """The saving of this finding and of all larger ones at once; None for profiles that were saved before they had
-    it."""
+    """The saving of this finding and of all larger ones at once, less than their sum where they shorten the same ops;
+    None for profiles that were saved before they had it."""
     idle_s: Seconds = 0.0
     """The part of the saving in which nothing ran on the device."""
     library: str = ""
@@ -73,6 +73,13 @@ class Finding(Result):
     def module(self) -> str:
         """The modules as one path for display, with a star for the parts that differ."""
         return common_module(self.modules)
+
+
+def saved_together(findings: Collection[Finding]) -> float:
+    """What findings of one profile save at once, in seconds: no more than with all that are larger than them."""
+    sum_s = sum(finding.saving_s for finding in findings)
+    known = [finding.together_s for finding in findings if finding.together_s is not None]
+    return min(sum_s, max(known)) if known and len(known) == len(findings) else sum_s
 
 
 def is_ignored(rule: str, source: str, ignore: Collection[str]) -> bool:

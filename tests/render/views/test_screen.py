@@ -96,6 +96,20 @@ def test_findings_of_a_library_that_one_line_calls_are_one():
     assert "2.  500 ms, 5.0 %: repeated-cast at train.py:9" in shown
 
 
+def test_savings_are_those_of_each_change_and_once_of_all_at_once():
+    first, second = finding("padded-batch", "train.py:7", 0.5), finding("unused-gradients", "train.py:9", 0.4)
+    findings = (
+        dataclasses.replace(first, together_s=first.saving_s),
+        dataclasses.replace(second, together_s=0.7 * small_profile().wall_s),
+    )
+    made = dataclasses.replace(small_profile(), modeled_share=1.0, findings=findings)
+    shown = text(screen(made))
+    assert "What would save most (all 2 at once: 70.0 %):" in shown
+    assert "50.0 %: padded-batch" in shown and "40.0 %: unused-gradients" in shown
+    explained = " ".join(text(screen(made, ReportOptions(sections=frozenset({"findings"}), findings=findings))).split())
+    assert "All 2 together save 7.00 s, 70.0 % of the step." in explained
+
+
 def test_what_is_asked_for_is_there_whole():
     made = dataclasses.replace(PROFILES["made"], modeled_share=1.0)
     options = {"findings": select_findings(made)}

@@ -38,6 +38,7 @@ from nearpeak.render.views.profile import (
     document,
     finding_blocks,
     select_findings,
+    together_sentence,
 )
 from nearpeak.render.views.profile_roofs import ProfileRoofs, catalogue_machine, profile_roofs
 from nearpeak.units import gibibytes, percent, quantity, seconds, significant
@@ -196,6 +197,8 @@ def _findings(profile: Profile, report: Document, findings: Sequence[Finding]) -
     ]
     if not parts:
         parts = [element("p", "No rule found a waste that is worth a change.", class_="note")]
+    if with_saving and (together := together_sentence(profile, findings)):
+        parts.append(element("p", together, class_="note"))
     return joined(*parts, *_section(report, "undecided"))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, is_ignored
+from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, is_ignored, saved_together
 from nearpeak.profiles.grade import broken_reason, grade_profile
 from nearpeak.profiles.memory import PeakMemory
 from nearpeak.profiles.profile import Profile, ProfiledOp
@@ -265,9 +265,9 @@ def findings_sections(profile: Profile, findings: Sequence[Finding], most: int) 
         _finding(number, finding, with_saving=trusted) for number, finding in enumerate(findings[:most], 1)
     ]
     if len(findings) > most:
-        rest = f", {seconds(sum(finding.saving_s for finding in findings[most:]))} together" if trusted else ""
-        more = f"And {len(findings) - most} more{rest}: --findings {len(findings)} shows them."
-        blocks.append(Paragraph(text=more))
+        blocks.append(Paragraph(text=f"And {len(findings) - most} more: --findings {len(findings)} shows them."))
+    if trusted and (together := together_sentence(profile, findings)):
+        blocks.append(Paragraph(text=together))
     yield Section(
         id="findings",
         title="Findings, by what they would save" if trusted else "Findings",
@@ -279,6 +279,17 @@ def findings_sections(profile: Profile, findings: Sequence[Finding], most: int) 
         names = ", ".join(plain(name, 40) for name in profile.undecided)
         line = Paragraph(text=f"Not decidable from what is known of this step: {names}.", kind="small")
         yield Section(id="undecided", blocks=(line,))
+
+
+def together_sentence(profile: Profile, findings: Sequence[Finding]) -> str:
+    """What all findings save at once; "" for one alone."""
+    if len(findings) < 2:
+        return ""
+    saved_s = saved_together(findings)
+    return (
+        f"Each saving is that of one change alone. All {len(findings)} together save {seconds(saved_s)}, "
+        f"{percent(saved_s / profile.wall_s)} of the step."
+    )
 
 
 def _finding(number: int, finding: Finding, *, with_saving: bool) -> Details:

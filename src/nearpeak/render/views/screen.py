@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.finding import Finding, saved_together
 from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiles.waterfall import PartName
@@ -22,7 +22,7 @@ from nearpeak.render.views.profile import (
     ranking_section,
     select_findings,
 )
-from nearpeak.render.views.verdict import findings_by_library, group_name, next_finding, sentences
+from nearpeak.render.views.verdict import findings_by_library, group_name, next_finding, saving_text, sentences
 from nearpeak.units import percent, seconds
 
 MOST_LINES = 35
@@ -112,13 +112,15 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
         for line in (f"{number}.  {plain(_what_and_where(group, trusted), WIDTH - 4)}", f"    {_remedy(group)}")
     ]
     title = "What would save most:" if trusted else "Findings:"
+    if trusted and len(findings) > 1:
+        saved_s = saved_together(findings)
+        title = f"What would save most (all {len(findings)} at once: {percent(saved_s / profile.wall_s)}):"
     return Items(title=title, items=tuple(items), most_lines=remedy_lines)
 
 
 def _what_and_where(group: Sequence[Finding], trusted: bool) -> str:
     first = group[0]
-    saved_s, share = sum(finding.saving_s for finding in group), sum(finding.share for finding in group)
-    saving = f"{seconds(saved_s)}, {percent(share)}: " if trusted else ""
+    saving = saving_text(group) + ": " if trusted else ""
     where = elide_start(first.source) or elide_start(first.module)
     inside = f", in {plain(first.library.removeprefix('torch.'), 24)}" if first.library else ""
     return f"{saving}{group_name(group)}{f' at {where}' if where else ''}{inside}"

@@ -12,7 +12,7 @@ from nearpeak.bound.tiles import tiling_of_shapes
 from nearpeak.ops.custom_schemas import custom_schemas
 from nearpeak.ops.op import is_graph_launch, name_without_origin
 from nearpeak.profiles.conditions import clock_loss_s, clock_share
-from nearpeak.profiles.finding import Finding
+from nearpeak.profiles.finding import Finding, saved_together
 from nearpeak.profiles.grade import LEAST_TRUSTED, grade_profile
 from nearpeak.profiles.idle import CAUSE_MEANINGS as CAUSES
 from nearpeak.profiles.idle import CauseName
@@ -61,7 +61,7 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         next_ = advice
         if findings and grade.is_trusted:
             best = findings_by_library(findings)[0]
-            saved = percent(sum(finding.share for finding in best))
+            saved = percent(min(1.0, saved_together(best) / profile.wall_s))
             next_ += f" The largest saving known is {saved}: {group_name(best)}{_at(best[0])}."
     if grade.is_trusted:
         return {"Verdict": verdict_sentence(profile), "Why": f"Most is lost to {lost} {why}".strip(), "Next": next_}
@@ -109,12 +109,19 @@ def findings_by_library(findings: Sequence[Finding]) -> list[list[Finding]]:
     for number, finding in enumerate(findings):
         is_compiled = bool(finding.library) and finding.remedy.startswith("model.compile()")
         groups.setdefault((finding.source, finding.library) if is_compiled else (number,), []).append(finding)
-    return sorted(groups.values(), key=lambda group: -sum(finding.saving_s for finding in group))
+    return sorted(groups.values(), key=lambda group: -saved_together(group))
 
 
 def group_name(group: Sequence[Finding]) -> str:
     """The rule of one finding, or how many there are."""
     return plain(group[0].rule, 40) if len(group) == 1 else f"{len(group)} findings"
+
+
+def saving_text(group: Sequence[Finding]) -> str:
+    """What the findings of a group save at once."""
+    saved_s, first = saved_together(group), group[0]
+    share = first.share * saved_s / first.saving_s if first.saving_s else 0.0
+    return f"{seconds(saved_s)}, {percent(share)}"
 
 
 def _answers(profile: Profile, finding: Finding, loss: Part) -> bool:
@@ -144,8 +151,7 @@ def _saved_of(profile: Profile, finding: Finding, part: PartName) -> float:
 
 def _finding_sentence(group: Sequence[Finding], *, with_saving: bool) -> str:
     first = group[0]
-    saved_s, share = sum(finding.saving_s for finding in group), sum(finding.share for finding in group)
-    saves = f" saves {seconds(saved_s)}, {percent(share)}" if with_saving else ""
+    saves = f" saves {saving_text(group)}" if with_saving else ""
     more = f" and {count(len(group) - 1, 'more finding')}" if len(group) > 1 else ""
     changing = f"Changing that{more}{_at(first)}{saves}" if saves else f"See{_at(first)}"
     return f"{plain(first.title)} {changing}: {group_name(group)} below."
