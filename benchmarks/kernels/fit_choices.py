@@ -1,46 +1,38 @@
-"""Fits which backend of a kernel is fastest, by the sizes of a call, and writes the table of choices.
+"""Writes the table by which the backend of a kernel is chosen, from measured cells.
 
     python -m benchmarks.kernels.fit_choices RESULTS.json ... [--out src/nearpeak/kernels/tables/sm90_choices.json]
 
 Reads results of `python -m benchmarks.kernels`, of its own shapes and of random ones, and of
-`benchmarks.kernels.attention_variants`; the first file says on which machine. Each operation gets a decision tree
-(`nearpeak.kernels._runtime.choice`). A leaf has the mean time of each backend over that of the fastest backend of each
-cell, and runs the one with the least. A split is made where it saves the most time, if it saves `LEAST_SAVED` of the
-time of a cell, and leaves `FEWEST_CELLS` on either side; any number for an option, which is on or off. For sizes
-outside of the measured ones, each backend has the seconds of a launch and of a unit of work, by least squares of
-relative errors.
+`benchmarks.kernels.attention_variants`; the first file says on which machine. Each operation gets its cells, the
+features of a call with the time of each backend over that of the fastest one; `nearpeak.kernels._runtime.choice` says
+how they decide.
 
-Prints, for each operation, how many cells the choice runs within 3 % of their fastest backend; "unseen" is by a tree
-that was fitted without the cell.
+Prints, for each operation, how many cells run within 3 % of their fastest backend: when the table has the cell, and,
+"unseen", when it is left out of the table.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import exp, log, sqrt
+from math import exp, log
 from pathlib import Path
 from typing import Any
 
-from nearpeak.kernels._runtime.choice import ChoiceModel, choose
+from nearpeak.kernels._runtime.choice import choose, read_model
 from nearpeak.kernels.attention.backends import FEATURES as ATTENTION_FEATURES
-from nearpeak.kernels.attention.backends import work as attention_work
 from nearpeak.kernels.gemm.triton import FEATURES as GEMM_FEATURES
 from nearpeak.kernels.gemm.triton import filled
-from nearpeak.kernels.gemm.triton import work as gemm_work
 from nearpeak.kernels.norms.library import FEATURES as NORM_FEATURES
 from nearpeak.kernels.norms.library import padding
-from nearpeak.kernels.norms.library import work as norm_work
 
 TABLE = Path("src/nearpeak/kernels/tables/sm90_choices.json")
-LEAST_SAVED = 0.03
-FEWEST_CELLS = 3
-DEEPEST = 6
 CLOSE = 1.03
-FOLDS = 5
+_ONE_LINE = re.compile(r'\{\s+"features": \{[^{}]*\},\s+"relative": \{[^{}]*\}\s+\}')
+"""A cell of the table."""
 PROCESSORS = 132
 """Of an H200."""
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -51,14 +43,6 @@ FEATURES = {
     "gemm_fp8": GEMM_FEATURES,
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), NORM_FEATURES),
 }
-WORK = {
-    name: {ATTENTION_FEATURES: attention_work, GEMM_FEATURES: gemm_work, NORM_FEATURES: norm_work}[features]
-    for name, features in FEATURES.items()
-}
-OPTIONS = (
-    "bias", "activation", "gated", "kept", "residual", "a_by_columns", "b_by_columns", "causal", "packed",
-    "tokens_first", "weighted", "scales_by_row", "scales_by_block", "fast",
-)  # fmt: skip
 PEERS = {
     "attention": {"cudnn": ("cudnn",), "flash": ("flash",)},
     "gemm": {"torch": ("cublas", "cublas + nearpeak", "cublas fused", "cublas + torch", "eager")},
@@ -77,11 +61,6 @@ class Cell:
     features: Mapping[str, float]
     seconds: Mapping[str, float]
     """By backend."""
-
-    @property
-    def work(self) -> float:
-        """What the time of a large call is proportional to."""
-        return WORK[self.operation](self.features)
 
     @property
     def losses(self) -> dict[str, float]:
@@ -192,7 +171,7 @@ def _scale_flags(scales: str) -> dict[str, bool]:
 def _product(row: Mapping[str, Any], sizes: tuple[int, int, int], itemsize: int, **flags: bool) -> Iterator[Cell]:
     rows, columns, depth = sizes
     share = filled(rows, columns * (2 if flags.get("gated") else 1), PROCESSORS)
-    values = (rows, columns, depth, itemsize, *(flags.get(name, False) for name in GEMM_FEATURES[4:-1]), share)
+    values = (rows, columns, depth, itemsize, *(flags.get(name, False) for name in [*GEMM_FEATURES][4:-1]), share)
     yield from _cell("gemm" if itemsize > 1 else "gemm_fp8", values, row, "gluon")
 
 
@@ -224,121 +203,32 @@ def _cell(operation: str, values: Sequence[float], row: Mapping[str, Any], own: 
         yield Cell(operation=operation, features=features, seconds=seconds)
 
 
-def fit_tree(cells: Sequence[Cell], depth: int = DEEPEST) -> dict[str, Any]:
-    """The tree of least loss, by greedy splits."""
-    split = _best_split(cells) if depth else None
-    if split is None:
-        return {"cells": len(cells), "relative": {k: round(exp(v), 4) for k, v in _mean_losses(cells).items()}}
-    feature, at_most = split
-    below, above = _divide(cells, feature, at_most)
+def table_cell(cell: Cell) -> dict[str, Any]:
+    """A cell as the table has it: features that are 0 are left out."""
+    fastest = min(cell.seconds.values())
     return {
-        "feature": feature,
-        "at_most": at_most,
-        "below": fit_tree(below, depth - 1),
-        "above": fit_tree(above, depth - 1),
+        "features": {name: int(value) for name, value in cell.features.items() if value},
+        "relative": {name: round(seconds / fastest, 4) for name, seconds in cell.seconds.items()},
     }
 
 
-def _mean_losses(cells: Sequence[Cell]) -> dict[str, float]:
-    """The mean loss of each backend that was measured in all of these cells, or in most of many."""
-    losses = [cell.losses for cell in cells]
-    names = {name for loss in losses for name in loss}
-    by_name = {name: [loss[name] for loss in losses if name in loss] for name in sorted(names)}
-    fewest = min(len(cells), max(FEWEST_CELLS, len(cells) * 2 / 3))
-    return {name: sum(one) / len(one) for name, one in by_name.items() if len(one) >= fewest}
-
-
-def _least_loss(cells: Sequence[Cell]) -> float:
-    """What the best single backend loses in all cells."""
-    return len(cells) * min(_mean_losses(cells).values(), default=0.0)
-
-
-def _best_split(cells: Sequence[Cell]) -> tuple[str, float] | None:
-    """The split that saves the most time. An option may save it with the next split, by size, of either side."""
-    least, best = _least_loss(cells) - LEAST_SAVED, None
-    for feature, at_most, below, above in _splits(cells):
-        loss = _least_loss(below) + _least_loss(above)
-        if feature in OPTIONS:
-            loss = _loss_of_split(below) + _loss_of_split(above)
-        if loss < least:
-            least, best = loss, (feature, at_most)
-    return best
-
-
-def _loss_of_split(cells: Sequence[Cell]) -> float:
-    """What the best backends on either side of the best split lose; a split must save something."""
-    losses = [_least_loss(below) + _least_loss(above) + LEAST_SAVED for _, _, below, above in _splits(cells)]
-    return min([_least_loss(cells), *losses])
-
-
-def _splits(cells: Sequence[Cell]) -> Iterator[tuple[str, float, list[Cell], list[Cell]]]:
-    """All splits: the feature, the largest number of the cells below, and the cells below and above."""
-    for feature in FEATURES[cells[0].operation]:
-        for low, high in pairwise(sorted({cell.features[feature] for cell in cells})):
-            at_most = round(sqrt(low * high), 3) if low > 0 else (low + high) / 2
-            below, above = _divide(cells, feature, at_most)
-            if feature in OPTIONS or min(len(below), len(above)) >= FEWEST_CELLS:
-                yield feature, at_most, below, above
-
-
-def _divide(cells: Sequence[Cell], feature: str, at_most: float) -> tuple[list[Cell], list[Cell]]:
-    below = [cell for cell in cells if cell.features[feature] <= at_most]
-    return below, [cell for cell in cells if cell.features[feature] > at_most]
-
-
-def fit_model(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The model of an operation, as it is written."""
-    ranges = {
-        name: [min(cell.features[name] for cell in cells), max(cell.features[name] for cell in cells)]
-        for name in FEATURES[cells[0].operation]
-    }
-    return {"cells": len(cells), "ranges": ranges, "tree": fit_tree(cells), "costs": fit_costs(cells)}
-
-
-def fit_costs(cells: Sequence[Cell]) -> dict[str, list[float]]:
-    """By backend, the seconds of a launch and of a unit of work."""
-    costs = {}
-    for name in sorted({name for cell in cells for name in cell.seconds}):
-        # both over the time of the cell, so that their sum should be 1
-        terms = [(1 / cell.seconds[name], cell.work / cell.seconds[name]) for cell in cells if name in cell.seconds]
-        launches, units = (sum(term[place] for term in terms) for place in (0, 1))
-        ll, lu, uu = (sum(one[i] * one[j] for one in terms) for i, j in ((0, 0), (0, 1), (1, 1)))
-        determinant = ll * uu - lu * lu
-        launch, unit = 0.0, units / uu
-        if determinant > 1e-9 * ll * uu:
-            launch, unit = (launches * uu - units * lu) / determinant, (units * ll - launches * lu) / determinant
-        if launch < 0.0:
-            launch, unit = 0.0, units / uu
-        elif unit < 0.0:
-            launch, unit = launches / ll, 0.0
-        costs[name] = [float(f"{launch:.4g}"), float(f"{unit:.4g}")]
-    return costs
-
-
-def chosen_loss(cell: Cell, model: Mapping[str, Any]) -> float:
-    """What the choice of a model loses in a cell."""
-    order = ("torch", "cudnn", "flash", "gluon", "triton")  # of candidates without a model
+def chosen_loss(cell: Cell, others: Sequence[Cell]) -> float:
+    """What the choice by other cells loses in a cell."""
+    order = ("torch", "cudnn", "flash", "gluon", "triton")  # of candidates
     names = tuple(name for name in order if name in cell.seconds)
-    read = ChoiceModel(ranges=model["ranges"], tree=model["tree"], costs=model["costs"])
-    return cell.losses[choose(cell.operation, names, cell.features, cell.work, read).backend]
+    features = FEATURES[cell.operation]
+    model = read_model([table_cell(other) for other in others], features)
+    return cell.losses[choose(cell.operation, names, features, [*cell.features.values()], model).backend]
 
 
-def describe(cells: Sequence[Cell], model: Mapping[str, Any]) -> str:
-    """One line on how good the choices of a model are."""
-    seen = [chosen_loss(cell, model) for cell in cells]
-    # the two products of a backward pass were timed together: neither is fitted on the other
-    measured = list(dict.fromkeys(tuple(cell.seconds.values()) for cell in cells))
-    fold_of = [measured.index(tuple(cell.seconds.values())) % FOLDS for cell in cells]
-    unseen = []
-    for fold in range(FOLDS):
-        rest = [cell for cell, its in zip(cells, fold_of, strict=True) if its != fold]
-        if len(measured) > FOLDS:
-            without = fit_model(rest)
-            unseen += [chosen_loss(cell, without) for cell, its in zip(cells, fold_of, strict=True) if its == fold]
+def describe(cells: Sequence[Cell]) -> str:
+    """One line on how good the choices by these cells are."""
+    seen = [chosen_loss(cell, cells) for cell in cells]
+    # the two products of a backward pass were timed together: neither decides for the other
+    unseen = [chosen_loss(cell, [other for other in cells if other.seconds != cell.seconds]) for cell in cells]
     shares = [
         f"{name} {sum(loss <= log(CLOSE) for loss in losses) / len(losses):.0%}, worst {exp(max(losses)):.2f}"
         for name, losses in (("within 3 %:", seen), ("unseen", unseen))
-        if losses
     ]
     return f"{cells[0].operation}: {len(cells)} cells, {'; '.join(shares)}"
 
@@ -353,8 +243,8 @@ def main() -> None:
     for name in FEATURES:
         ours = [cell for cell in cells if cell.operation == name]
         if ours:
-            operations[name] = fit_model(ours)
-            print(describe(ours, operations[name]))
+            operations[name] = {"cells": [table_cell(cell) for cell in ours]}
+            print(describe(ours))
     first = json.loads(options.results[0].read_text())
     table = {
         "machine": first["machine"],
@@ -362,7 +252,8 @@ def main() -> None:
         "results": [path.name for path in options.results],
         "operations": operations,
     }
-    options.out.write_text(json.dumps(table, indent=1) + "\n")
+    text = json.dumps(table, indent=1)
+    options.out.write_text(_ONE_LINE.sub(lambda match: " ".join(match[0].split()), text) + "\n")
 
 
 if __name__ == "__main__":

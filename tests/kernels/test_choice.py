@@ -10,11 +10,11 @@ import pytest
 import torch
 from kernel_checks import DEVICE, assert_kernel_is_exact
 
-from benchmarks.kernels.fit_choices import Cell, chosen_loss, fit_costs, fit_model, read_cells
+from benchmarks.kernels.fit_choices import Cell, chosen_loss, read_cells, table_cell
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
 from nearpeak.kernels._runtime import choice, policy
-from nearpeak.kernels._runtime.choice import Chooser, choose, read_models
+from nearpeak.kernels._runtime.choice import Chooser, choose, read_model
 from nearpeak.kernels._runtime.replay import ReplayCache
 from nearpeak.kernels.attention import backends, library
 from nearpeak.kernels.attention.reference import attention_backward, attention_forward
@@ -23,19 +23,16 @@ from nearpeak.kernels.norms import library as norms
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TABLE = Path(choice.__file__).parents[1] / "tables" / "sm90_choices.json"
-FEW_ROWS = {"cells": 9, "relative": {"torch": 1.0, "gluon": 1.5, "triton": 1.2}}
-MANY_ROWS = {"cells": 9, "relative": {"torch": 1.1, "gluon": 1.0, "triton": 1.3}}
-MADE = read_models(
-    {
-        "operations": {
-            "product": {
-                "ranges": {"rows": [16, 4096], "gated": [0, 0]},
-                "tree": {"feature": "rows", "at_most": 64, "below": FEW_ROWS, "above": MANY_ROWS},
-                "costs": {"torch": [2e-6, 3e-9], "gluon": [6e-6, 2e-9], "triton": [2e-6, 2.9e-9]},
-            }
-        }
-    }
-)["product"]
+FEATURES = {"rows": 0.5, "gated": 1.0}
+FEW_ROWS = {"torch": 1.0, "gluon": 1.5, "triton": 1.2}
+MANY_ROWS = {"torch": 1.1, "gluon": 1.0, "triton": 1.3}
+MADE = read_model(
+    [
+        {"features": {"rows": rows}, "relative": FEW_ROWS if rows <= 64 else MANY_ROWS}
+        for rows in (16, 32, 64, 128, 512, 4096)
+    ],
+    FEATURES,
+)
 ALL = ("torch", "gluon", "triton")
 
 
@@ -53,43 +50,40 @@ def _free_choice_on_this_device():
 
 
 def chosen(rows, candidates=ALL, model=MADE, forced=None, gated=0):
-    return choose("product", candidates, {"rows": rows, "gated": gated}, float(rows), model, forced)
+    return choose("product", candidates, FEATURES, (rows, gated), model, forced)
 
 
 def test_the_fastest_candidate_by_size():
     assert chosen(32).backend == "torch"
-    assert chosen(100).backend == "gluon"
-    assert chosen(100, ("torch", "triton")).backend == "torch"
+    assert chosen(150).backend == "gluon"
+    assert chosen(150, ("torch", "triton")).backend == "torch"
     assert chosen(32, ("gluon", "triton")).backend == "triton"
-    one = chosen(100)
+    one = chosen(512)
     assert one.basis == "measured"
-    assert one.relative == MANY_ROWS["relative"]
-    assert one.features == {"rows": 100, "gated": 0}
+    assert one.relative == pytest.approx(MANY_ROWS, rel=0.02)
+    assert one.features == {"rows": 512, "gated": 0}
     assert chosen(100, ("triton",)).basis == "only"
 
 
+def test_a_call_that_was_measured_takes_what_was_fastest():
+    odd = {"features": {"rows": 600}, "relative": {"torch": 1.0, "gluon": 1.2, "triton": 0.7}}
+    model = [*MADE, *read_model([odd], FEATURES)]
+    assert chosen(600, model=model).backend == "triton"
+    assert chosen(3000, model=model).backend == "gluon"
+
+
 def test_the_first_candidate_where_nothing_was_measured():
-    one = chosen(32, model=None)
+    one = chosen(32, model=())
     assert (one.backend, one.basis, one.relative) == ("torch", "not measured", {})
     assert chosen(100, ("cudnn", "gluon")).backend == "cudnn"  # the other one was measured, and this was not
     assert chosen(6000).backend == "gluon"  # little beyond what was measured
-
-
-def test_a_formula_decides_for_sizes_far_from_the_measured_ones():
-    many = chosen(10**6)
-    assert (many.backend, many.basis) == ("gluon", "estimated")
-    assert many.relative["torch"] == pytest.approx(1.5, rel=0.01)
-    few = chosen(8)
-    assert (few.backend, few.basis) == ("torch", "estimated")
-    assert few.relative["gluon"] > 2.0
-    assert chosen(10**6, ("torch", "triton")).backend == "torch"  # an estimate of a few percent is none
-    assert chosen(32, gated=1).basis == "estimated"
+    far = chosen(10**7)
+    assert (far.backend, far.basis, far.relative) == ("torch", "not measured", {})
 
 
 def test_a_gain_within_the_noise_changes_nothing():
-    leaf = {"cells": 1, "relative": {"torch": 1.004, "gluon": 1.0}}
-    table = {"operations": {"product": {"ranges": {}, "tree": leaf, "costs": {}}}}
-    assert choose("product", ALL, {}, 1.0, read_models(table)["product"]).backend == "torch"
+    alike = read_model([{"features": {"rows": 32}, "relative": {"torch": 1.004, "gluon": 1.0}}], FEATURES)
+    assert chosen(32, model=alike).backend == "torch"
 
 
 def test_a_backend_that_is_forced():
@@ -106,7 +100,7 @@ def test_a_choice_is_remembered_by_its_key(monkeypatch):
     asked = []
     monkeypatch.setattr(choice, "_model", lambda operation, device: asked.append(operation) or MADE)
     monkeypatch.setattr(choice, "_choosers", [])
-    chooser = Chooser("product", ("rows", "gated"), lambda features: features["rows"])
+    chooser = Chooser("product", FEATURES)
     assert chooser.known("small") is None
     assert chooser.choose("small", ALL, (32, 0), torch.device("cpu")) == "torch"
     assert chooser.known("small") == "torch"
@@ -498,45 +492,19 @@ def made_cell(rows, **seconds):
     return Cell(operation="rms_norm", features=dict(zip(norms.FEATURES, values, strict=True)), seconds=seconds)
 
 
-def test_the_fit_splits_where_it_saves_time():
+def test_a_cell_of_the_table():
+    assert table_cell(made_cell(64, torch=2.0, triton=3.0)) == {
+        "features": {"rows": 64, "columns": 1024, "padding": 100, "itemsize": 2, "weighted": 1},
+        "relative": {"torch": 1.0, "triton": 1.5},
+    }
+
+
+def test_cells_decide_for_one_that_was_left_out():
     cells = [made_cell(rows, torch=1.0, triton=1.4) for rows in (64, 128, 256)]
     cells += [made_cell(rows, torch=3.0, triton=2.0) for rows in (1024, 4096, 16384)]
-    model = fit_model(cells)
-    assert model["cells"] == 6
-    assert model["ranges"]["rows"] == [64, 16384]
-    assert (model["tree"]["feature"], model["tree"]["at_most"]) == ("rows", 512.0)
-    assert model["tree"]["below"]["relative"] == {"torch": 1.0, "triton": 1.4}
-    assert model["tree"]["above"]["relative"] == {"torch": 1.5, "triton": 1.0}
-    alike = fit_model([made_cell(rows, torch=1.0, triton=1.001) for rows in (64, 128, 256, 512, 1024, 2048)])
-    assert "feature" not in alike["tree"]
-
-
-def test_a_split_may_need_the_next_one_to_save_time():
-    """Of products with a gate, large ones alone are faster by the own kernel; without one, none are."""
-
-    def product(rows, gated, gluon):
-        sizes = {"rows": rows, "columns": 1024.0, "depth": 1024.0, "itemsize": 2.0, "gated": gated}
-        values = dict.fromkeys(gemm.FEATURES, 0.0) | sizes
-        return Cell(operation="gemm", features=values, seconds={"torch": 1.0, "gluon": gluon})
-
-    cells = [product(rows, 0, 1.3) for rows in (10, 20, 40, 2000, 4000, 8000)]
-    cells += [product(rows, 1, 2.0) for rows in (10, 20, 40)] + [product(rows, 1, 0.95) for rows in (2000, 4000, 8000)]
-    model = fit_model(cells)
-    assert model["tree"]["feature"] == "gated"
-    assert model["tree"]["above"]["feature"] == "rows"
-    assert all(chosen_loss(cell, model) == 0.0 for cell in cells)
-
-
-def test_a_backend_that_a_leaf_hardly_knows_is_not_in_it():
-    known = [made_cell(rows, torch=1.0, triton=1.1) for rows in (64, 128)]
-    one = made_cell(256, torch=1.0, triton=1.1, gluon=0.5)
-    assert set(fit_model([*known, one])["tree"]["relative"]) == {"torch", "triton"}
-    assert fit_model([one])["tree"]["relative"]["gluon"] == 1.0
-
-
-def test_the_formulas_are_fitted_on_all_cells():
-    cells = [made_cell(rows, torch=3e-6 + 4e-12 * 2048 * rows, triton=1e-12 * 2048 * rows) for rows in (64, 512, 4096)]
-    assert fit_costs(cells) == {"torch": [3e-6, 4e-12], "triton": [0.0, 1e-12]}
+    assert chosen_loss(made_cell(100, torch=1.0, triton=1.4), cells) == 0.0
+    assert chosen_loss(made_cell(8000, torch=3.0, triton=2.0), cells) == 0.0
+    assert chosen_loss(made_cell(8000, torch=2.0, triton=4.0), cells) == pytest.approx(0.6931, abs=1e-4)
 
 
 def test_the_fit_reads_random_cells(tmp_path):
@@ -586,15 +554,15 @@ def test_cells_of_attention_variants_have_the_time_of_their_fastest_configuratio
     assert [cell.features[name] for name in ("heads", "group", "tokens_first", "dim")] == [64, 4, 1, 192]
 
 
-def test_the_table_is_the_fit_of_the_results_that_it_names():
+def test_the_table_has_the_cells_of_the_results_that_it_names():
     table = json.loads(TABLE.read_text())
     cells = [cell for name in table["results"] for cell in read_cells(RESULTS / name)]
     assert {cell.operation for cell in cells} == set(table["operations"])
     for name, one in table["operations"].items():
-        assert fit_model([cell for cell in cells if cell.operation == name]) == one
+        assert [table_cell(cell) for cell in cells if cell.operation == name] == one["cells"]
 
 
-def test_the_features_of_the_fit_are_those_of_the_operations():
-    for name, model in read_models(json.loads(TABLE.read_text())).items():
-        chooser = next(one for one in choice._choosers if one.operation == name)
-        assert tuple(model.ranges) == chooser.features
+def test_the_features_of_the_table_are_those_of_the_operations():
+    for name, one in json.loads(TABLE.read_text())["operations"].items():
+        chooser = next(chooser for chooser in choice._choosers if chooser.operation == name)
+        assert {feature for cell in one["cells"] for feature in cell["features"]} <= set(chooser.features)

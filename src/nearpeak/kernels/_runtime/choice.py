@@ -1,17 +1,19 @@
 """`Chooser`: which backend of an operation runs for the sizes of a call.
 
 An operation has several backends: its kernel in Gluon, the portable one in Triton, and torch's own (cuBLAS, cuDNN,
-FlashAttention). Which one is fastest was measured, and `benchmarks/kernels/fit_choices.py` fits a decision tree on the
-measured cells of each operation, `tables/sm90_choices.json`. A node of the tree compares one feature of a call, such as
-its number of rows, and a leaf has the mean time of each backend relative to the fastest one.
+FlashAttention). Which one is fastest was measured, and `tables/sm90_choices.json` has the measured cells of each
+operation: the sizes and options of a call, and the time of each backend relative to the fastest one.
 
-For sizes outside of the measured ones, each backend has a formula that was fitted on all of its cells: seconds of a
-launch, and seconds for each unit of an operation's work. Without a table for this GPU, and unless the formulas promise
-a good deal more, the first candidate runs. Operations name torch's own kernel first wherever there is one, so that what
-was never measured is hardly ever slower than torch.
+A call takes the backend that was fastest in the cells near to it. The distance of two calls is that of the logarithms
+of their features, each with a weight; a cell counts by the inverse of the fourth power of its distance (Shepard's
+interpolation, here of the logarithm of how much faster a backend is than the first candidate), so that a call that was
+measured takes what was fastest. One further cell, in which all backends tie, counts everywhere: far from all cells the
+first candidate runs. So it does without a table for this GPU. Operations name torch's own kernel first wherever there
+is one: what was never measured is hardly ever slower than torch.
 
-The tree is asked once for each kind of call, which takes a few microseconds, and never times anything. `using` in
-`policy` forces a backend, `supports` shows the choice for some arguments, and `choices` all choices that were made.
+The cells are asked once for each kind of call, which takes some tens of microseconds, and never times anything.
+`using` in `policy` forces a backend, `supports` shows the choice for some arguments, and `choices` all choices that
+were made.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
+from math import exp, log, log2
 from typing import Any, Literal
 
 import torch
@@ -35,17 +38,16 @@ BACKENDS = ("nearpeak", "gluon", "triton", "torch", "cudnn", "flash")
 """What may be forced. "nearpeak" is the faster one of "gluon" and "triton", "torch" that of "cudnn" and "flash", which
 attention has."""
 OF_TORCH = ("torch", "cudnn", "flash")
-Basis = Literal["only", "measured", "estimated", "not measured", "forced"]
-Tree = Mapping[str, Any]
-"""A node {"feature", "at_most", "below", "above"}, or a leaf {"cells", "relative"}."""
-Work = Callable[[Mapping[str, float]], float]
+Basis = Literal["only", "measured", "not measured", "forced"]
 
-_SLACK = 1.5
-"""Sizes up to so many times beyond the measured ones are like these."""
+_NOISE = 0.02
+"""Keeps the weight of a cell finite: those nearer than 0.4 count alike."""
+_TIE_WEIGHT = 0.3
+"""Of the cell in which all backends tie: that of a cell at a distance of 1.3."""
+_FAR_WEIGHT = 0.02
+"""Cells of less weight than this, together, say nothing of a call: they are further away than 2.7."""
 _LEAST_GAIN = 0.01
 """By so much another backend must be faster than the first candidate."""
-_LEAST_ESTIMATED_GAIN = 0.1
-"""The same where it is estimated for sizes that were not measured."""
 _MOST_CHOICES = 4096
 """The choices of an operation are forgotten at this number: some sizes never come again."""
 
@@ -59,8 +61,8 @@ class Choice:
     candidates: tuple[str, ...]
     """The backends that support the arguments; the first one runs if nothing is known."""
     basis: Basis
-    """"only": it is the only candidate. "measured": of similar calls. "estimated": from those of other sizes. "not
-    measured": on no such GPU. "forced": by `using`."""
+    """"only": it is the only candidate. "measured": in similar calls. "not measured": in none, or on no such GPU.
+    "forced": by `using`."""
     relative: Mapping[str, float]
     """The expected time of each candidate over that of the fastest backend; empty if it was not measured."""
     features: Mapping[str, float]
@@ -68,30 +70,41 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceModel:
-    """What was measured of one operation on one generation of GPUs."""
+class Cell:
+    """What was measured of one call."""
 
-    ranges: Mapping[str, tuple[float, float]]
-    """The smallest and the largest value of each feature in the measured cells."""
-    tree: Tree
-    costs: Mapping[str, tuple[float, float]]
-    """By backend, the seconds of a call without work, and those of a unit of work."""
+    place: tuple[float, ...]
+    """The logarithms of its features, each times its weight."""
+    losses: Mapping[str, float]
+    """By backend, the logarithm of its time over that of the fastest one."""
 
-    def has_measured(self, features: Mapping[str, float]) -> bool:
-        """Whether calls like this one were measured."""
-        return all(low / _SLACK <= features[name] <= high * _SLACK for name, (low, high) in self.ranges.items())
 
-    def relative_times(self, features: Mapping[str, float], work: float) -> Mapping[str, float]:
-        """The time of each backend over that of the fastest one."""
-        if not self.has_measured(features):
-            seconds = {name: launch + unit * work for name, (launch, unit) in self.costs.items()}
-            fastest = min(seconds.values(), default=0.0)
-            return {name: time / fastest for name, time in seconds.items()} if fastest > 0.0 else {}
-        node = self.tree
-        while "feature" in node:
-            node = node["below" if features[node["feature"]] <= node["at_most"] else "above"]
-        relative: Mapping[str, float] = node["relative"]
-        return relative
+Model = Sequence[Cell]
+"""What was measured of one operation on one generation of GPUs."""
+
+
+def place_of(values: Sequence[float], weights: Sequence[float]) -> tuple[float, ...]:
+    """Where a call stands, for distances: one unit is far for some features, such as options, and near for others."""
+    return tuple(weight * log2(1.0 + value) for value, weight in zip(values, weights, strict=True))
+
+
+def log_ratios(model: Model, place: tuple[float, ...], candidates: Sequence[str]) -> dict[str, float]:
+    """The logarithm of the time of each candidate over that of the first one, by the cells near to a place.
+
+    A candidate is left out if no cell with it and the first one is near.
+    """
+    first, *others = candidates
+    sums = dict.fromkeys(others, (0.0, 0.0))  # weights, and weighted logarithms
+    for cell in model:
+        if first in cell.losses:
+            squared = sum((x - y) ** 2 for x, y in zip(cell.place, place, strict=True))
+            weight = 1.0 / (_NOISE + squared * squared)
+            for name in others:
+                if name in cell.losses:
+                    total, weighted = sums[name]
+                    sums[name] = total + weight, weighted + weight * (cell.losses[name] - cell.losses[first])
+    near = {name: weighted / (total + _TIE_WEIGHT) for name, (total, weighted) in sums.items() if total > _FAR_WEIGHT}
+    return {first: 0.0, **near} if near else {}
 
 
 class _ThreadState(threading.local):
@@ -116,12 +129,12 @@ class Chooser:
 
     Args:
         operation: Its name in the table of choices.
-        features: The names of the numbers by which trees decide.
-        work: What the time of a large call is proportional to, such as bytes, from the features.
+        features: The names of the numbers that decide, and the weight of each: the distance of two calls in one of
+            which its number is twice as large, or in one of which an option is on.
     """
 
-    def __init__(self, operation: str, features: tuple[str, ...], work: Work) -> None:
-        self.operation, self.features, self.work = operation, features, work
+    def __init__(self, operation: str, features: Mapping[str, float]) -> None:
+        self.operation, self.features = operation, features
         self._choices: dict[Hashable, Choice] = {}
         _choosers.append(self)
 
@@ -142,9 +155,8 @@ class Chooser:
             candidates: The backends that support the call. The first one runs if nothing is known.
             values: Of the features.
         """
-        features = dict(zip(self.features, values, strict=True))
         model = _model(self.operation, device)
-        choice = choose(self.operation, tuple(candidates), features, self.work(features), model, _forced)
+        choice = choose(self.operation, tuple(candidates), self.features, values, model, _forced)
         if _thread_state.explains:
             raise Explanation(choice)
         if _forced is None:
@@ -160,8 +172,8 @@ class Chooser:
 
 
 def choose(
-    operation: str, candidates: tuple[str, ...], features: Mapping[str, float], work: float,
-    model: ChoiceModel | None, forced: str | None = None,
+    operation: str, candidates: tuple[str, ...], features: Mapping[str, float], values: Sequence[float],
+    model: Model, forced: str | None = None,
 ) -> Choice:  # fmt: skip
     """The fastest candidate, as far as the model knows."""
     allowed = tuple(name for name in candidates if _is_allowed(name, forced))
@@ -169,23 +181,21 @@ def choose(
         raise KernelUnavailable(
             f"{operation} has no backend {forced!r} for these arguments. It has {', '.join(map(repr, candidates))}."
         )
-    known = {} if model is None or len(allowed) == 1 else model.relative_times(features, work)
-    relative = {name: known[name] for name in allowed if name in known}
+    ratios = log_ratios(model, place_of(values, tuple(features.values())), allowed)
     backend = allowed[0]
-    basis: Basis = "not measured"
-    if backend in relative:
-        basis = "measured" if model is not None and model.has_measured(features) else "estimated"
-        fastest = min(relative, key=relative.__getitem__)
-        gain = _LEAST_GAIN if basis == "measured" else _LEAST_ESTIMATED_GAIN
-        if relative[fastest] < (1.0 - gain) * relative[backend]:
-            backend = fastest
+    basis: Basis = "measured" if ratios else "not measured"
+    fastest = min(ratios, key=ratios.__getitem__, default=backend)
+    if ratios and ratios[fastest] < log(1.0 - _LEAST_GAIN):
+        backend = fastest
     if forced is not None:
         basis = "forced"
     elif len(candidates) == 1:
         basis = "only"
     return Choice(
-        operation=operation, backend=backend, candidates=candidates, basis=basis, relative=relative, features=features
-    )
+        operation=operation, backend=backend, candidates=candidates, basis=basis,
+        relative={name: exp(ratio - ratios[fastest]) for name, ratio in ratios.items()},
+        features=dict(zip(features, values, strict=True)),
+    )  # fmt: skip
 
 
 def _is_allowed(name: str, forced: str | None) -> bool:
@@ -241,26 +251,31 @@ def explained_choice(function: Callable[..., object], args: tuple[Any, ...], kwa
     return None
 
 
-def _model(operation: str, device: torch.device) -> ChoiceModel | None:
+def _model(operation: str, device: torch.device) -> Model:
     """What was measured of an operation on GPUs of this generation."""
     capability = cuda_capability(device.index or 0) if device.type == "cuda" else None
-    return None if capability is None else measured_models(10 * capability[0] + capability[1]).get(operation)
+    return () if capability is None else measured_models(10 * capability[0] + capability[1]).get(operation, ())
 
 
 @functools.cache
-def measured_models(generation: int) -> Mapping[str, ChoiceModel]:
-    """The models of all operations that were measured on a generation of GPUs, such as 90; no neighbour's."""
+def measured_models(generation: int) -> Mapping[str, Model]:
+    """The models of all operations that were measured on a generation of GPUs, such as 90; no neighbor's."""
     path = files("nearpeak.kernels").joinpath("tables", f"sm{generation}_choices.json")
     return read_models(json.loads(path.read_text())) if path.is_file() else {}
 
 
-def read_models(table: Mapping[str, Any]) -> dict[str, ChoiceModel]:
+def read_models(table: Mapping[str, Any]) -> dict[str, Model]:
     """The models in a table of choices."""
-    return {
-        name: ChoiceModel(
-            ranges={key: (low, high) for key, (low, high) in one["ranges"].items()},
-            tree=one["tree"],
-            costs={key: (launch, unit) for key, (launch, unit) in one["costs"].items()},
+    features = {chooser.operation: chooser.features for chooser in _choosers}
+    return {name: read_model(one["cells"], features[name]) for name, one in table["operations"].items()}
+
+
+def read_model(cells: Sequence[Mapping[str, Any]], features: Mapping[str, float]) -> Model:
+    """The model of an operation from its cells: features by name, if not 0, and times relative to the fastest."""
+    return [
+        Cell(
+            place=place_of([cell["features"].get(name, 0.0) for name in features], tuple(features.values())),
+            losses={name: log(relative) for name, relative in cell["relative"].items()},
         )
-        for name, one in table["operations"].items()
-    }
+        for cell in cells
+    ]

@@ -7,7 +7,6 @@ vendor or architecture are one more name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -21,22 +20,15 @@ from nearpeak.kernels.attention.triton import AttentionProblem, Gradients
 
 _MODULES = {"gluon": "nearpeak.kernels.attention.sm90", "triton": "nearpeak.kernels.attention.triton"}
 """Imported at the first call that may use it, as not every version of Triton has Gluon."""
-FEATURES = (
-    "heads", "group", "queries", "keys", "dim", "value_dim", "causal", "window", "packed", "tokens_first", "itemsize",
-)  # fmt: skip
-"""By which a backend is chosen: heads of all batches, and heads of queries that share a head of keys."""
+FEATURES = {
+    "heads": 0.5, "group": 0.5, "queries": 0.5, "keys": 0.5, "dim": 1.0, "value_dim": 1.0, "causal": 1.0, "window": 0.1,
+    "packed": 1.0, "tokens_first": 1.0, "itemsize": 0.5,
+}  # fmt: skip
+"""By which a backend is chosen, with their weights: heads of all batches, and heads of queries that share a head of
+keys."""
 
-
-def work(features: Mapping[str, float]) -> float:
-    """The multiplications, of the two products of a forward pass."""
-    keys = features["keys"] * (0.5 if features["causal"] else 1.0)
-    if features["window"]:
-        keys = min(keys, features["window"])
-    return features["heads"] * features["queries"] * keys * (features["dim"] + features["value_dim"])
-
-
-_forward_chooser = Chooser("attention", FEATURES, work)
-_backward_chooser = Chooser("attention_backward", FEATURES, work)
+_forward_chooser = Chooser("attention", FEATURES)
+_backward_chooser = Chooser("attention_backward", FEATURES)
 
 
 def candidates(problem: AttentionProblem, *, backward: bool = False) -> list[str]:

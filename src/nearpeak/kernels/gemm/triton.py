@@ -7,7 +7,6 @@ kernel in `sm90` ("gluon"), all others to the portable kernel ("triton"), and al
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime import gluon
-from nearpeak.kernels._runtime.choice import Chooser, forced_backend, torch_runs_on
+from nearpeak.kernels._runtime.choice import Chooser, torch_runs_on
 from nearpeak.kernels._runtime.launch import launch
 from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
 from nearpeak.kernels.gemm import BLOCK_SCALES, OUTER_SCALES, SCALE_BLOCK_SIZE, scale_kind
@@ -55,27 +54,16 @@ _FUSED_BY_CUBLAS = ("relu", "gelu_tanh")
 """Activations of a product and a bias that cuBLAS applies itself."""
 
 Config = PortableConfig | Sm90Config
-FEATURES = (
-    "rows", "columns", "depth", "itemsize", "bias", "activation", "gated", "kept", "residual", "a_by_columns",
-    "b_by_columns", "scales_by_row", "scales_by_block", "fast", "filled",
+_OPTIONS = (
+    "bias", "activation", "gated", "kept", "residual", "a_by_columns", "b_by_columns", "scales_by_row",
+    "scales_by_block", "fast",
 )  # fmt: skip
-"""By which a backend is chosen. Columns are those of the result; see `filled`."""
-_COPIED_SCALES_FLOP = 3e10
-"""From which on torch's product with scales by block, 15 % faster than the own one on an H200, gains what a copy of the
-scales into its layout takes, 4 us."""
-_RIDGE = 400
-"""FLOPs of elements of one byte in the time that a byte takes to move, on an H200."""
+FEATURES = {
+    "rows": 0.5, "columns": 0.5, "depth": 0.5, "itemsize": 0.5, **dict.fromkeys(_OPTIONS, 1.0), "filled": 0.5,
+}  # fmt: skip
+"""By which a backend is chosen, with their weights. Columns are those of the result; see `filled`."""
 
-
-def work(features: Mapping[str, float]) -> float:
-    """The bytes moved, or as many as move in the time of the arithmetic."""
-    rows, depth, itemsize = features["rows"], features["depth"], features["itemsize"]
-    products = features["columns"] * (2 if features["gated"] else 1)
-    moved = itemsize * (rows * depth + products * depth + rows * features["columns"])
-    return max(moved, 2 * rows * products * depth * itemsize / _RIDGE)
-
-
-_chooser, _fp8_chooser = Chooser("gemm", FEATURES, work), Chooser("gemm_fp8", FEATURES, work)
+_chooser, _fp8_chooser = Chooser("gemm", FEATURES), Chooser("gemm_fp8", FEATURES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,8 +226,7 @@ def candidates(a: Tensor, b: Tensor, result: Tensor, epilogue: Epilogue, scales:
     if not takes_sm90(a, b, result, epilogue, scales):
         return [*names, "triton"]
     if scales is not None and scales.by_block:  # the portable kernel is slow with these
-        copies = scales.x_strides[0] != 1 and 2 * result.numel() * a.shape[1] < _COPIED_SCALES_FLOP
-        return ["gluon", "triton"] if copies and forced_backend() != "torch" else [*names, "gluon", "triton"]
+        return [*names, "gluon", "triton"]
     # results of few tiles: the portable kernel has smaller ones, and so more programs
     return [*names, *(("gluon", "triton") if fills_gpu(result) else ("triton", "gluon"))]
 

@@ -7,7 +7,6 @@ backward pass may take another backend than the forward pass.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,20 +17,16 @@ from nearpeak.kernels._runtime.choice import Chooser, torch_runs_on
 _aten: Any = torch.ops.aten
 _HAS_RMS_NORM = hasattr(_aten, "_fused_rms_norm") and hasattr(_aten, "_fused_rms_norm_backward")
 """Not in older versions of torch."""
-FEATURES = ("rows", "columns", "padding", "itemsize", "weighted")
-"""By which a backend is chosen. The padding is the next power of 2 over the number of columns, in percent."""
-
-
-def work(features: Mapping[str, float]) -> float:
-    """The bytes of x."""
-    return features["rows"] * features["columns"] * features["itemsize"]
+FEATURES = {"rows": 0.5, "columns": 0.5, "padding": 0.5, "itemsize": 0.5, "weighted": 1.0}
+"""By which a backend is chosen, with their weights. The padding is the next power of 2 over the number of columns, in
+percent."""
 
 
 _choosers = {
-    (False, False): Chooser("rms_norm", FEATURES, work),
-    (False, True): Chooser("layer_norm", FEATURES, work),
-    (True, False): Chooser("rms_norm_backward", FEATURES, work),
-    (True, True): Chooser("layer_norm_backward", FEATURES, work),
+    (False, False): Chooser("rms_norm", FEATURES),
+    (False, True): Chooser("layer_norm", FEATURES),
+    (True, False): Chooser("rms_norm_backward", FEATURES),
+    (True, True): Chooser("layer_norm_backward", FEATURES),
 }
 """By whether it is a backward pass, and of a LayerNorm."""
 
