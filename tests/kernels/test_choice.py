@@ -244,15 +244,9 @@ def test_fp8_products_that_torch_has_no_kernel_for(on_cpu, monkeypatch):
     assert candidates(x=x[:, :40], weight=weight[:, :40]) == ("triton",)
     blocks = {"scale_x": torch.ones(32, 2), "scale_weight": torch.ones(1, 2)}
     assert candidates(**blocks) == ("torch", "triton")
-    # a copy of the scales takes longer than torch's kernel saves, unless they are laid out for it
     portable = gemm.takes_sm90
     monkeypatch.setattr(gemm, "takes_sm90", lambda *arguments: True)
-    assert candidates(**blocks) == ("gluon", "triton")
-    assert candidates(**{**blocks, "scale_x": torch.ones(2, 32).t()}) == ("torch", "gluon", "triton")
-    with kernels.using(backend="torch"):
-        assert candidates(**blocks) == ("torch", "gluon", "triton")
-    monkeypatch.setattr(gemm, "_COPIED_SCALES_FLOP", 1e5)
-    assert candidates(**blocks) == ("torch", "gluon", "triton")
+    assert candidates(**blocks) == ("torch", "gluon", "triton")  # which may copy the scales into its layout
     monkeypatch.setattr(gemm, "takes_sm90", portable)
     monkeypatch.setattr(gemm, "_SCALES_BLOCKS", False)
     assert candidates(**blocks) == ("triton",)
