@@ -533,18 +533,43 @@ def philox_numbers(key, counter, zeros):
 
 
 @triton.jit
-def _read(x, element, elements):
-    return tl.load(x + element, mask=element < elements, other=0.0).to(tl.float32)
+def _read(x, element, elements, WHOLE: tl.constexpr):
+    inside = None if WHOLE else element < elements
+    return tl.load(x + element, mask=inside, other=None if WHOLE else 0.0).to(tl.float32)
 
 
 @triton.jit
-def _write(values, added, result, element, elements, random, threshold, scale):
+def _write(values, added, result, element, elements, random, threshold, scale, WHOLE: tl.constexpr):
     # compares unsigned numbers as signed ones: with the highest bit flipped, their order is the same
     keep = (random.to(tl.int32, bitcast=True) ^ _LOWEST) < threshold
     values = tl.where(keep, values * tl.cast(scale, tl.float32), 0.0)
     if added is not None:
         values += added
-    tl.store(result + element, values.to(result.dtype.element_ty), mask=element < elements)
+    tl.store(result + element, values.to(result.dtype.element_ty), mask=None if WHOLE else element < elements)
+
+
+@triton.jit
+def _dropout_chunk(x, residual, result, key, chunk, elements, threshold, scale, WHOLE: tl.constexpr):
+    element = chunk * (4 * _QUARTER) + tl.arange(0, _QUARTER)
+    values0 = _read(x, element, elements, WHOLE)
+    values1 = _read(x, element + _QUARTER, elements, WHOLE)
+    values2 = _read(x, element + 2 * _QUARTER, elements, WHOLE)
+    values3 = _read(x, element + 3 * _QUARTER, elements, WHOLE)
+    added0, added1, added2, added3 = None, None, None, None
+    if residual is not None:  # all loads come first: none passes a store
+        added0 = _read(residual, element, elements, WHOLE)
+        added1 = _read(residual, element + _QUARTER, elements, WHOLE)
+        added2 = _read(residual, element + 2 * _QUARTER, elements, WHOLE)
+        added3 = _read(residual, element + 3 * _QUARTER, elements, WHOLE)
+    # zeros in the layout of the loaded values: each thread computes the random numbers of its own elements, which
+    # otherwise would go through shared memory
+    zeros = (values0.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
+    counter = chunk * _QUARTER + tl.arange(0, _QUARTER)
+    random0, random1, random2, random3 = philox_numbers(key, counter, zeros)
+    _write(values0, added0, result, element, elements, random0, threshold, scale, WHOLE)
+    _write(values1, added1, result, element + _QUARTER, elements, random1, threshold, scale, WHOLE)
+    _write(values2, added2, result, element + 2 * _QUARTER, elements, random2, threshold, scale, WHOLE)
+    _write(values3, added3, result, element + 3 * _QUARTER, elements, random3, threshold, scale, WHOLE)
 
 
 @triton.jit(do_not_specialize=["threshold"])
@@ -553,26 +578,10 @@ def dropout_kernel(x, residual, result, seed, elements, threshold, scale, CHUNKS
     key = tl.load(seed)
     for number in tl.static_range(CHUNKS):
         chunk = tl.program_id(0).to(tl.int64) * CHUNKS + number
-        element = chunk * (4 * _QUARTER) + tl.arange(0, _QUARTER)
-        values0 = _read(x, element, elements)
-        values1 = _read(x, element + _QUARTER, elements)
-        values2 = _read(x, element + 2 * _QUARTER, elements)
-        values3 = _read(x, element + 3 * _QUARTER, elements)
-        added0, added1, added2, added3 = None, None, None, None
-        if residual is not None:  # all loads come first: none passes a store
-            added0 = _read(residual, element, elements)
-            added1 = _read(residual, element + _QUARTER, elements)
-            added2 = _read(residual, element + 2 * _QUARTER, elements)
-            added3 = _read(residual, element + 3 * _QUARTER, elements)
-        # zeros in the layout of the loaded values: each thread computes the random numbers of its own elements, which
-        # otherwise would go through shared memory
-        zeros = (values0.to(tl.uint32, bitcast=True).to(tl.uint64) >> 32).to(tl.uint32)
-        counter = chunk * _QUARTER + tl.arange(0, _QUARTER)
-        random0, random1, random2, random3 = philox_numbers(key, counter, zeros)
-        _write(values0, added0, result, element, elements, random0, threshold, scale)
-        _write(values1, added1, result, element + _QUARTER, elements, random1, threshold, scale)
-        _write(values2, added2, result, element + 2 * _QUARTER, elements, random2, threshold, scale)
-        _write(values3, added3, result, element + 3 * _QUARTER, elements, random3, threshold, scale)
+        if (chunk + 1) * (4 * _QUARTER) <= elements:  # without masks, which an odd number of elements has at each one
+            _dropout_chunk(x, residual, result, key, chunk, elements, threshold, scale, True)
+        else:
+            _dropout_chunk(x, residual, result, key, chunk, elements, threshold, scale, False)
 
 
 def dropout_add(x: Tensor, residual: Tensor, seed: Tensor, p: float, *, config: DropoutConfig | None = None) -> Tensor:
