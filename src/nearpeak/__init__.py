@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from nearpeak.calibrate.machine import machine
     from nearpeak.errors import NearpeakError
     from nearpeak.findings.engine import Waste, rule
+    from nearpeak.fixes.engine import fix, fix_from, fixed
+    from nearpeak.fixes.record import FixReport
     from nearpeak.machines.machine import Machine
     from nearpeak.measure import inputs
     from nearpeak.measure.bench import bench
@@ -43,6 +45,7 @@ __all__ = [
     "Cost",
     "Estimate",
     "Finding",
+    "FixReport",
     "Machine",
     "NearpeakError",
     "Profile",
@@ -54,6 +57,9 @@ __all__ = [
     "declare_cost",
     "estimate",
     "fake",
+    "fix",
+    "fix_from",
+    "fixed",
     "forget_cost",
     "inputs",
     "kernels",
@@ -71,6 +77,7 @@ _HOME = {
     "Cost": "nearpeak.ops.cost",
     "Estimate": "nearpeak.bound.estimate",
     "Finding": "nearpeak.profiles.finding",
+    "FixReport": "nearpeak.fixes.record",
     "Machine": "nearpeak.machines.machine",
     "NearpeakError": "nearpeak.errors",
     "Profile": "nearpeak.profiles.profile",
@@ -82,6 +89,9 @@ _HOME = {
     "declare_cost": "nearpeak.ops.declare",
     "estimate": "nearpeak.profiling.estimate",
     "fake": "nearpeak.trace.fake",
+    "fix": "nearpeak.fixes.engine",
+    "fix_from": "nearpeak.fixes.engine",
+    "fixed": "nearpeak.fixes.engine",
     "forget_cost": "nearpeak.ops.declare",
     "inputs": "nearpeak.measure.inputs",
     "kernels": "nearpeak.kernels",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -42,6 +43,21 @@ class Edits:
                 place, layer = self._log.pop()
                 if not place.remove(layer):
                     self.foreign.append(repr(place))
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Inside, all objects are as they were found; afterwards the changes are in force again."""
+        log = self._log
+        with defer_signals():
+            self._log = [*log]
+            self.undo()
+        try:
+            yield
+        finally:
+            with defer_signals():
+                for place, layer in log:
+                    place.add(layer)
+                self._log = log
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute of this object alone: in its `__dict__`, past its class."""
@@ -78,16 +94,13 @@ class Edits:
 
     def do(self, change: Callable[[], Any], undo: Callable[[], Any]) -> None:
         """Makes a change that is no attribute and no item, with what puts it back."""
-        place, layer = _Call(undo), _Layer(None)
-        with defer_signals():
-            self._log.append((place, layer))
-            change()
+        self._put(_Call(change, undo), None)
 
     def _put(self, place: _Place, value: Any) -> None:
         layer = _Layer(value)
         with defer_signals():
-            self._log.append((place, layer))
             place.add(layer)
+            self._log.append((place, layer))
 
 
 class _Layer:
@@ -129,13 +142,16 @@ class _Place:
 
 
 class _Call(_Place):
-    """What puts a setting back."""
+    """A change that only functions know how to make and to put back."""
 
-    def __init__(self, undo: Callable[[], Any]) -> None:
-        self._undo = undo
+    def __init__(self, change: Callable[[], Any], undo: Callable[[], Any]) -> None:
+        self._change, self._undo = change, undo
 
     def __repr__(self) -> str:
-        return f"the change of {self._undo!r}"
+        return f"what {self._change!r} changed"
+
+    def add(self, layer: _Layer) -> None:
+        self._change()
 
     def remove(self, layer: _Layer) -> bool:
         self._undo()

@@ -37,6 +37,9 @@ from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.fixes.edits import Edits, code_objects
 
+OPTIMIZER = "optimizer"
+"""The path of the optimizer, as a site."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Site:
@@ -49,7 +52,7 @@ class Site:
     call: ModuleCall | None = None
     """The call of the module that is changed; None for what is no module, such as an optimizer."""
     path: str = ""
-    """Where it is; "" for the path of the module."""
+    """Where it is, such as `OPTIMIZER`; "" for the path of the module."""
     source: str = ""
     """The line of the code, "model.py:41"; "" for that of the module's forward."""
     skip: str = ""

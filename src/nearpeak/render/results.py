@@ -25,6 +25,7 @@ VIEWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("profiles.profile", "Profile"): ("profile", "document"),
     ("profiles.finding", "Finding"): ("finding", "document"),
     ("diffs.difference", "Difference"): ("difference", "document"),
+    ("fixes.record", "FixReport"): ("fix", "document"),
     ("plan.models.model", "Model"): ("plan.catalogue", "model_document"),
     ("plan.cluster.cluster", "Cluster"): ("plan.catalogue", "cluster_document"),
     ("plan.cluster.collectives", "Collective"): ("plan.collectives", "collective_document"),

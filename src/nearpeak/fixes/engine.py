@@ -1,0 +1,851 @@
+"""`fix`: applies the fixes of the registry to a model one at a time, and keeps what is right and faster.
+
+Each fix is found anew in the model as it is by then, applied to all of its sites, verified at its sites and in the
+whole model (`verify`), and measured in turns with the model without it. What is wrong or not faster is rolled back. At
+the end everything that was kept is verified together, measured against the original, and run once more to see which
+operators ran at each site. Whatever ends this, an error or Ctrl-C, the model is as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import itertools
+import math
+import platform
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import nearpeak
+from nearpeak.bound.estimate import Estimate, estimate_trace
+from nearpeak.calibrate.machine import known_machine
+from nearpeak.devices.backends import backend_of, find_backend
+from nearpeak.devices.device import GpuBackend
+from nearpeak.devices.process_state import preserve_random_state
+from nearpeak.errors import NearpeakError, UsageError
+from nearpeak.fixes.edits import MARK, Edits
+from nearpeak.fixes.record import AppliedFix, Errors, FixedSite, FixReport, FixStatus, Speed, read
+from nearpeak.fixes.registry import OPTIMIZER, Fix, ModelRun, Site, fixes, observe
+from nearpeak.fixes.verify import (
+    Inputs,
+    Reference,
+    check_causality,
+    floating,
+    problem,
+    relative_error,
+    run_error,
+    variants,
+)
+from nearpeak.machines.machine import Machine
+from nearpeak.measure.bench import quiet_collector
+from nearpeak.measure.compare import CONFIDENCE, verdict
+from nearpeak.measure.options import Progress
+from nearpeak.measure.statistics import median, signed_rank_center
+from nearpeak.ops.op import Op
+from nearpeak.trace.cuda_ops.target import target_of
+from nearpeak.trace.trace import trace
+
+MARGIN = 0.01
+"""A change of the step by less than this share is none."""
+NEAR_BOUND = 0.95
+"""A site whose expected time is within this share of its bound is left alone."""
+LOOKS = (8, 12, 16, 24, 32, 48)
+"""Numbers of pairs after which the interval is looked at: at each look it may end."""
+MAX_SECONDS = 6.0
+"""Per comparison, beyond the pairs of the first look."""
+BLOCK_SECONDS = 0.05
+LESS_MEMORY = 0.95
+"""A fix that is not faster is kept if it is not slower and the peak memory is at most this share."""
+OPTIMIZER_STEPS = 2
+
+
+class FixedModel:
+    """A model with its fixes in force: `report` says what was done, `undo` puts everything back.
+
+    Also a context manager, which undoes at its end.
+    """
+
+    def __init__(self, model: nn.Module, report: FixReport, edits: Sequence[Edits]) -> None:
+        self.model = model
+        self.report = report
+        self._edits = list(edits)
+
+    def __repr__(self) -> str:
+        return repr(self.report)
+
+    def _repr_html_(self) -> str:
+        return self.report._repr_html_()
+
+    def undo(self) -> None:
+        """Puts the same objects back; a second call does nothing."""
+        while self._edits:
+            self._edits.pop().undo()
+
+    def __enter__(self) -> FixedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+
+def fix(
+    model: nn.Module,
+    *args: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
+    trains: bool | None = None,
+    only: Iterable[str] = (),
+    without: Iterable[str] = (),
+    require: bool = False,
+    progress: Progress | None = None,
+    **kwargs: Any,
+) -> FixedModel:
+    """Changes a model so that it runs faster, as far as that is proven on `model(*args, **kwargs)`.
+
+    The model is changed in place and alone: no class and no module of Python's. Weights, buffers, gradients, the
+    optimizer's state and random states are as before; `undo()` of the result puts the original code back.
+
+    Args:
+        model: The model, on the device that it is for.
+        args: A batch as the program has it; a typical one, for its sizes decide what is faster.
+        optimizer: The optimizer, whose step is then part of what is measured and may be fixed too.
+        loss: The scalar of the model's output that is differentiated; the `loss` of the output if it has one, or drawn
+            cotangents.
+        trains: Whether gradients are needed; by default if the model is in training mode and has parameters that do.
+        only: Ids of the fixes to try; those that change the numerics, such as "tf32", must be named here.
+        without: Ids of fixes to leave out.
+        require: Raise `UsageError`, with the model as it was, if a site was found and could not be replaced.
+        progress: Called with lines of text.
+        kwargs: Keyword arguments of the model.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    >>> with fix(model, torch.ones(2, 4), only=["channels-last"]) as fixed:
+    ...     fixed.report
+    <FixReport of Sequential: nothing helps, nothing was changed>
+    """
+    chosen = fixes(only, without)
+    engine = _Engine(model, args, kwargs, optimizer, loss, trains, progress or (lambda line: None))
+    try:
+        report = engine.fix(chosen)
+        if require and (missed := list(report.skipped())):
+            places = ", ".join(f"{site.fix} at {site.path or site.what} ({site.why})" for site in missed[:3])
+            raise UsageError(f"{len(missed)} sites were found and not replaced: {places}. The model is as it was.")
+    except BaseException:
+        engine.undo()
+        raise
+    return FixedModel(model, report, engine.edits)
+
+
+@contextmanager
+def fixed(model: nn.Module, *args: Any, **options: Any) -> Iterator[FixedModel]:
+    """`fix` for a block: at its end the model is as it was."""
+    result = fix(model, *args, **options)
+    try:
+        yield result
+    finally:
+        result.undo()
+
+
+def fix_from(
+    certificate: str | Path | FixReport,
+    model: nn.Module,
+    *args: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    trains: bool | None = None,
+    **kwargs: Any,
+) -> FixedModel:
+    """Applies what a certificate has kept, without measuring or verifying again.
+
+    The model runs once on its batch, and a site is changed if it computes what the certificate says of it. UsageError
+    names the first site that is not there or computes something else, and nothing is changed.
+    """
+    report = certificate if isinstance(certificate, FixReport) else read(certificate)
+    engine = _Engine(model, args, kwargs, optimizer, None, trains, lambda line: None)
+    try:
+        engine.apply(report)
+    except BaseException:
+        engine.undo()
+        raise
+    return FixedModel(model, report, engine.edits)
+
+
+def refuse_patched(model: nn.Module) -> None:
+    """UsageError if another program has replaced forwards of the model, or nearpeak has fixed it before."""
+    for path, module in model.named_modules():
+        own = vars(module).get("forward")
+        where = f"the forward of {path or 'the model'} ({type(module).__name__})"
+        if own is not None:
+            function = getattr(own, "__func__", own)
+            if getattr(function, MARK, False):
+                raise UsageError(f"nearpeak has fixed this model before: {where}. Call undo() of that result first.")
+            raise UsageError(
+                f"{where} was replaced on this object by {_origin(function)}. Two patchers of one model overwrite each "
+                "other: load the model without that one, and fix it again."
+            )
+        for kind in type(module).__mro__:
+            if "forward" in vars(kind):
+                origin = _origin(vars(kind)["forward"])
+                if origin.partition(".")[0] != kind.__module__.partition(".")[0] and origin != "__main__":
+                    raise UsageError(
+                        f"{where} was replaced in its class by {origin}, where the class is of {kind.__module__}. Two "
+                        "patchers of one model overwrite each other: load the model without that one, and fix it again."
+                    )
+                break
+
+
+def _origin(function: Any) -> str:
+    """The module whose code a function has, whatever its `__module__` says: decorators copy that."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    space = getattr(function, "__globals__", {})
+    return str(space.get("__name__") or getattr(function, "__module__", None) or type(function).__module__)
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A fix in force."""
+
+    fix: Fix
+    edits: Edits
+    sites: list[Site]
+
+
+class _Engine:
+    """The work of one `fix`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        optimizer: torch.optim.Optimizer | None,
+        loss: Callable[[Any], Tensor] | None,
+        trains: bool | None,
+        say: Progress,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"fix takes a torch.nn.Module, and got {type(model).__name__}.")
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        refuse_patched(model)
+        self.model, self.args, self.kwargs, self.optimizer = model, args, kwargs, optimizer
+        needs = any(parameter.requires_grad for parameter in model.parameters())
+        self.trains = (model.training and needs) if trains is None else trains
+        self.loss = loss
+        self.say = say
+        self.kept: list[_Kept] = []
+        self.pending: Edits | None = None
+        self.results: list[AppliedFix] = []
+        self.sites: list[FixedSite] = []
+        self.notes: list[str] = []
+        self.machine = known_machine()
+        self.original: nn.Module | None = None
+        """A copy of the model as it was; None where there is no memory for it."""
+        self.reference: Reference | None = None
+
+    @property
+    def edits(self) -> list[Edits]:
+        """The logs of what is in force."""
+        return [each.edits for each in self.kept]
+
+    def undo(self) -> None:
+        """Puts everything back."""
+        if self.pending is not None:
+            self.pending.undo()
+        while self.kept:
+            self.kept.pop().edits.undo()
+
+    def observe(self) -> ModelRun:
+        """What the model shows as it is now."""
+        try:
+            return observe(
+                self.model, self.args, self.kwargs, optimizer=self.optimizer, loss=self.loss, trains=self.trains
+            )
+        except NearpeakError:
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"The model cannot be run on this batch: {run_error(error)}. Pass the arguments that the program calls "
+                "it with."
+            ) from error
+
+    def fix(self, chosen: Sequence[Fix]) -> FixReport:
+        """Tries all fixes, and reports."""
+        run = self.observe()
+        if self.loss is None and isinstance(_loss_of(run.output), Tensor):
+            self.loss = _loss_of
+        self._prepare_reference()
+        for each in chosen:
+            if self._try(each, run):
+                run = self.observe()
+        final = self._verify_together()
+        speed = self._measure([each.edits for each in self.kept]) if self.kept else None
+        self._note_kernels()
+        return FixReport(
+            model=type(self.model).__name__,
+            machine=_machine_name(run.device),
+            torch=torch.__version__,
+            python=platform.python_version(),
+            nearpeak=nearpeak.__version__,
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            trains=self.trains,
+            batch=_batch_text(self.args, self.kwargs),
+            fixes=tuple(self.results),
+            sites=tuple(self.sites),
+            errors=tuple(final),
+            speed=speed,
+            noise=0.0 if self.reference is None else self.reference.noise,
+            notes=tuple(self.notes),
+        )
+
+    def _prepare_reference(self) -> None:
+        size = sum(tensor.nbytes for tensor in self.model.state_dict().values() if isinstance(tensor, Tensor))
+        device = next(self.model.parameters(), torch.zeros(())).device
+        backend = find_backend(device)
+        free = None if backend is None else backend.available_bytes(device.index or 0)
+        if free is not None and 3 * size > free:
+            self.notes.append(
+                "There is no memory for a second copy of the model: changes were verified at their sites alone."
+            )
+            return
+        try:
+            self.original = copy.deepcopy(self.model)
+        except Exception as error:
+            raise UsageError(f"The model cannot be copied for a comparison: {run_error(error)}.") from error
+        self.reference = Reference(self.original, scalar=self.loss)
+        try:
+            self.reference.probe(self._batch())
+        except NearpeakError:
+            raise
+        except Exception as error:
+            raise UsageError(f"The model cannot be run alone on this batch: {run_error(error)}.") from error
+        if self.reference.noise > 0:
+            self.notes.append(f"Two runs of the original differ by {self.reference.noise:.1e} of their norm.")
+
+    def _batch(self) -> Inputs:
+        return Inputs(name="the batch", args=self.args, kwargs=self.kwargs, grad=self.trains)
+
+    def _try(self, tried: Fix, run: ModelRun) -> bool:
+        """Applies one fix to all of its sites; whether it was kept."""
+        try:
+            found = list(tried.sites(run))
+        except Exception as error:  # one pattern that fails must not end the others
+            self.notes.append(f"{tried.id}: its sites could not be looked for, {run_error(error)}.")
+            return False
+        if not found:
+            return False
+        self.say(f"{tried.id}: {_count(found, 'site')}")
+        self.pending = edits = Edits()
+        changed: list[Site] = []
+        for site in found:
+            why = site.skip
+            if not why:
+                mark = edits.mark()
+                try:
+                    site.change(edits)
+                    changed.append(site)
+                    continue
+                except UsageError as error:
+                    edits.undo(mark)
+                    why = str(error)
+            self.sites.append(_site_record(tried, site, "skipped", why))
+        result = AppliedFix(id=tried.id, title=tried.title, status="skipped", why="no site could be replaced")
+        if changed:
+            result = self._judge(tried, changed, edits)
+        is_kept = result.status == "kept"
+        self.results.append(result)
+        for site in changed:
+            self.sites.append(
+                _site_record(tried, site, "replaced" if is_kept else "rolled back", "" if is_kept else result.why)
+            )
+        self.pending = None
+        if is_kept:
+            self.kept.append(_Kept(tried, edits, changed))
+        else:
+            edits.undo()
+        return is_kept
+
+    def _judge(self, tried: Fix, changed: list[Site], edits: Edits) -> AppliedFix:
+        """Whether a fix that is in force is right and faster."""
+        result = AppliedFix(id=tried.id, title=tried.title, status="rolled back")
+        try:
+            captured = self._capture(changed, edits)
+            predicted_s, at_bound = self._predict(changed, captured, edits)
+            result = replace(result, predicted_s=predicted_s)
+            if at_bound:
+                return replace(result, why=f"its sites are within {1 - NEAR_BOUND:.0%} of their bound already")
+            errors = [] if tried.changes_numerics else self._check(changed, captured, edits)
+        except torch.OutOfMemoryError:
+            return replace(result, why="there was not enough memory to verify it")
+        except Exception as error:
+            return replace(result, why=run_error(error))
+        result = replace(result, errors=tuple(errors))
+        wrong = problem(errors)
+        if wrong:
+            return replace(result, why=f"wrong: {wrong}")
+        try:
+            speed = self._measure([edits])
+        except Exception as error:
+            return replace(result, why=run_error(error))
+        status, why = _decide(speed)
+        return replace(result, speed=speed, status=status, why=why)
+
+    def _capture(self, changed: Sequence[Site], edits: Edits) -> dict[int, Inputs]:
+        """The inputs of one site of each kind, by the place of the site, from a run of the model without the fix."""
+        kinds: dict[tuple[str, str], int] = {}
+        for place, site in enumerate(changed):
+            if site.call is not None and site.call.path:
+                kinds.setdefault((site.what, site.computes), place)
+        inputs: dict[int, Inputs] = {}
+        with edits.suspended(), ExitStack() as stack:
+            for place in kinds.values():
+                call = changed[place].call
+                assert call is not None
+
+                def keep(_module: Any, args: Any, kwargs: Any, place: int = place) -> None:
+                    if place not in inputs:
+                        args, kwargs = pytree.tree_map_only(Tensor, _detached, (args, kwargs))
+                        inputs[place] = Inputs(name="the batch", args=args, kwargs=kwargs, grad=self.trains)
+
+                handle = call.module.register_forward_pre_hook(keep, with_kwargs=True)
+                stack.callback(handle.remove)
+            if kinds:
+                with preserve_random_state(), torch.set_grad_enabled(self.trains):
+                    self.model(*self.args, **self.kwargs)
+        return inputs
+
+    def _check(self, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> list[Errors]:
+        """At one site of each kind, on drawn inputs too and in float32; then in the whole model on its batch."""
+        errors: list[Errors] = []
+        for place, inputs in captured.items():
+            call = changed[place].call
+            assert call is not None
+            with edits.suspended():
+                original = copy.deepcopy(call.module)
+            errors += _check_module(original, copy.deepcopy(call.module), inputs, self.trains)
+            if problem(errors):
+                return errors
+        if any(site.call is None for site in changed) and self.optimizer is not None:
+            errors += _check_optimizer(self.optimizer, edits)
+        if self.reference is not None:
+            errors += self.reference.check(self.model, self._batch())
+        return errors
+
+    def _predict(self, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> tuple[float | None, bool]:
+        """The predicted saving per step, from estimates of the sites with and without the fix; and whether all sites
+        are at their bound already."""
+        if self.machine is None:
+            return None, False
+        if not captured:
+            step = _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains).run
+            with edits.suspended():
+                was = _estimate(step, (), {}, None, self.machine)
+            now = _estimate(step, (), {}, None, self.machine)
+            saving = None if was is None or now is None else (was.expected_s or 0.0) - (now.expected_s or 0.0)
+            return saving or None, False  # a change that no op shows, as compilation, is not predicted
+        total, bounds = 0.0, []
+        for place, inputs in captured.items():
+            call = changed[place].call
+            assert call is not None
+            with edits.suspended():
+                before = _estimate(call.module, inputs.args, inputs.kwargs, self.trains or None, self.machine)
+            after = _estimate(call.module, inputs.args, inputs.kwargs, self.trains or None, self.machine)
+            if before is None or after is None or before.expected_s is None or after.expected_s is None:
+                return None, False
+            same = [
+                site for site in changed if (site.what, site.computes) == (changed[place].what, changed[place].computes)
+            ]
+            calls = sum(1 if site.call is None else site.call.calls for site in same)
+            total += calls * (before.expected_s - after.expected_s)
+            bounds.append(before.fused_s >= NEAR_BOUND * before.expected_s)
+        return total, all(bounds)
+
+    def _measure(self, logs: Sequence[Edits]) -> Speed:
+        """The step with these changes against the step without them, in turns."""
+        runner = _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains)
+
+        @contextmanager
+        def before() -> Iterator[None]:
+            with ExitStack() as stack:
+                for log in reversed(logs):
+                    stack.enter_context(log.suspended())
+                yield
+
+        with runner.ready():
+            return time_in_turns(runner.run, before, runner.device)
+
+    def _verify_together(self) -> list[Errors]:
+        """The errors of the whole model with all that was kept, on all inputs; what makes it wrong is rolled back."""
+        while self.kept:
+            errors: list[Errors] = []
+            if self.reference is not None and self.original is not None:
+                self.say("verifying the whole model")
+                autocast = all(each.dtype == torch.float32 for each in self.model.parameters())
+                errors += self.reference.check(self.model, self._batch())
+                with torch.compiler.set_stance("force_eager"):  # else each size and mode would be compiled anew
+                    drawn = variants(self.args, self.kwargs, trains=self.trains, autocast=autocast)
+                    for inputs in itertools.islice(drawn, 1, None):
+                        errors += self.reference.check(self.model, inputs)
+                    errors += check_causality(self.original, self.model, self._batch())
+            wrong = "" if any(each.fix.changes_numerics for each in self.kept) else problem(errors)
+            if not wrong:
+                return errors
+            last = self.kept.pop()
+            last.edits.undo()
+            why = f"wrong in the whole model: {wrong}"
+            self.results = [
+                replace(each, status="rolled back", why=why) if each.id == last.fix.id else each
+                for each in self.results
+            ]
+            self.sites = [
+                replace(each, status="rolled back", why=why)
+                if each.fix == last.fix.id and each.status == "replaced"
+                else each
+                for each in self.sites
+            ]
+        return []
+
+    def _note_kernels(self) -> None:
+        """Writes down which operators ran at each site of the fixed model."""
+        if not self.kept:
+            return
+        try:
+            step = _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains)
+            with step.ready():
+                traced = trace(step.run, live=True, keep_compiled=True)
+        except Exception as error:
+            self.notes.append(f"Which kernels run is not known: {run_error(error)}.")
+            return
+        self.sites = [
+            replace(site, kernels=tuple(_kernels_at(site.path, traced.ops))) if site.status == "replaced" else site
+            for site in self.sites
+        ]
+
+    def apply(self, report: FixReport) -> None:
+        """Changes the sites that a certificate has replaced."""
+        for id in dict.fromkeys(site.fix for site in report.replaced()):
+            (wanted,) = fixes([id])
+            found = {(site.place, site.what): site for site in wanted.sites(self.observe())}
+            edits = Edits()
+            self.kept.append(_Kept(wanted, edits, []))
+            for site in report.replaced():
+                if site.fix != id:
+                    continue
+                here = found.get((site.path, site.what))
+                if here is None or here.computes != site.computes:
+                    what = "computes something else" if (site.path, site.what) in found else "is not there"
+                    raise UsageError(
+                        f"The certificate has {id} at {site.path or 'the model'} ({site.what}), and that {what} in "
+                        "this model. Nothing was changed: fix it anew."
+                    )
+                here.change(edits)
+
+
+def _decide(speed: Speed) -> tuple[FixStatus, str]:
+    """Whether to keep a right fix with this speed, and why not."""
+    if speed.verdict == "FASTER":
+        return "kept", ""
+    less = speed.memory_before and speed.memory_after and speed.memory_after <= LESS_MEMORY * speed.memory_before
+    if less and speed.verdict == "EQUIVALENT":
+        return "kept", "as fast, with less memory"
+    words = {"SLOWER": "slower", "EQUIVALENT": "not faster", "INCONCLUSIVE": "not seen to be faster"}
+    return "rolled back", f"{words[speed.verdict]}: {speed.ratio:.3f} x the time [{speed.low:.3f}, {speed.high:.3f}]"
+
+
+def time_in_turns(
+    step: Callable[[], object], before: Callable[[], Any], device: torch.device, *, seed: int = 0
+) -> Speed:
+    """Times a step as it is and inside of `before()`, in pairs of random order, until the interval decides.
+
+    The same model is switched back and forth, so that both ways have the same weights and memory. `compare` takes two
+    cases that exist side by side.
+    """
+    backend = backend_of(device)
+    index = device.index or 0
+
+    def block(calls: int) -> float:
+        backend.synchronize(index)
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        backend.synchronize(index)
+        return (time.perf_counter() - start) / calls
+
+    def both(take: Callable[[], float], order: Sequence[int]) -> list[float]:
+        times = [0.0, 0.0]
+        for way in order:
+            if way:
+                times[1] = take()
+            else:
+                with before():
+                    times[0] = take()
+        return times
+
+    first_s = block(1)
+    memory = [_peak_memory(backend, index, partial(both, partial(block, 2), [way])) for way in (0, 1)]
+    first = both(lambda: block(1), (0, 1))
+    calls = max(1, math.ceil(BLOCK_SECONDS / max(min(first), 1e-9)))
+    chance = random.Random(seed)
+    pairs: list[list[float]] = []
+    started = time.perf_counter()
+    with quiet_collector():
+        for look in LOOKS:
+            while len(pairs) < look:
+                pairs.append(both(lambda: block(calls), chance.sample((0, 1), 2)))
+            center = signed_rank_center([math.log(after / was) for was, after in pairs], CONFIDENCE)
+            low, high = math.exp(center.interval.low), math.exp(center.interval.high)
+            outcome = verdict(low, high, MARGIN)
+            if outcome != "INCONCLUSIVE" or time.perf_counter() - started > MAX_SECONDS:
+                break
+    return Speed(
+        before_s=median([was for was, _ in pairs]),
+        after_s=median([after for _, after in pairs]),
+        ratio=math.exp(center.value),
+        low=low,
+        high=high,
+        confidence=center.interval.confidence,
+        pairs=len(pairs),
+        verdict=outcome,
+        memory_before=memory[0],
+        memory_after=memory[1],
+        first_s=first_s,
+    )
+
+
+def _peak_memory(backend: Any, index: int, run: Callable[[], object]) -> float | None:
+    if not isinstance(backend, GpuBackend):
+        run()
+        return None
+    torch.cuda.reset_peak_memory_stats(index)
+    run()
+    return backend.peak_allocated_bytes(index)
+
+
+class _Step:
+    """One step of the program, as far as it is known: forward, backward if it trains, and the optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        loss: Callable[[Any], Tensor] | None,
+        optimizer: torch.optim.Optimizer | None,
+        trains: bool,
+    ) -> None:
+        self._model, self._args, self._kwargs, self._loss, self._trains = model, args, kwargs, loss, trains
+        self._optimizer = optimizer if trains else None
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        tensors = [
+            each for each in (*model.parameters(), *pytree.tree_leaves((args, kwargs))) if isinstance(each, Tensor)
+        ]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self._cotangents: list[Tensor] | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, steps may run; afterwards weights, gradients and the optimizer's state are as before."""
+        with ExitStack() as stack:
+            stack.enter_context(preserve_random_state())
+            stack.enter_context(_preserve_gradients(self._parameters))
+            buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+            stack.callback(_restore, buffers)
+            if self._optimizer is not None:
+                stack.enter_context(preserve_optimizer(self._optimizer))
+            yield
+
+    def run(self) -> None:
+        """One step."""
+        with torch.set_grad_enabled(self._trains):
+            output = self._model(*self._args, **self._kwargs)
+        if not self._trains:
+            return
+        if self._loss is not None:
+            total = self._loss(output)
+            gradients = torch.autograd.grad(total, self._parameters, allow_unused=True)
+        else:
+            results = [each for each in floating(output) if each.requires_grad]
+            if self._cotangents is None or len(self._cotangents) != len(results):
+                self._cotangents = [torch.randn_like(each) for each in results]
+            gradients = torch.autograd.grad(results, self._parameters, self._cotangents, allow_unused=True)
+        if self._optimizer is not None:
+            for parameter, gradient in zip(self._parameters, gradients, strict=True):
+                parameter.grad = gradient
+            self._optimizer.step()
+            for parameter in self._parameters:
+                parameter.grad = None
+
+
+@contextmanager
+def _preserve_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+
+
+@contextmanager
+def preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """At the end, the parameters of an optimizer and its state are as before, in the same tensors."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    state = {parameter: dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state}
+    tensors = [
+        *parameters,
+        *(each for values in state.values() for each in values.values() if isinstance(each, Tensor)),
+    ]
+    copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            if parameter in state:  # the same dictionary, with what it held
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(state[parameter])
+            else:
+                optimizer.state.pop(parameter, None)
+        _restore(copies)
+
+
+@torch.no_grad()
+def _restore(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for tensor, value in copies:
+        tensor.copy_(value)
+
+
+def _check_module(original: nn.Module, changed: nn.Module, inputs: Inputs, trains: bool) -> list[Errors]:
+    """A module of its own against its original, in its own precision and, where that is narrow, in float32 too."""
+    errors: list[Errors] = []
+    narrow = any(
+        each.dtype in (torch.float16, torch.bfloat16) for each in (*original.parameters(), *floating(inputs.args))
+    )
+    for width in (None, torch.float32) if narrow else (None,):
+        if width is not None:
+            original, changed = copy.deepcopy(original).to(width), copy.deepcopy(changed).to(width)
+            args, kwargs = pytree.tree_map_only(Tensor, _in_float32, (inputs.args, inputs.kwargs))
+            inputs = replace(inputs, args=args, kwargs=kwargs)
+        reference = Reference(original)
+        reference.probe(inputs)
+        for each in variants(inputs.args, inputs.kwargs, trains=trains, scaled=True):
+            name = each.name if width is None else f"{each.name} in float32"
+            errors += reference.check(changed, replace(each, name=name))
+    return errors
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, edits: Edits) -> list[Errors]:
+    """The updates of some steps with drawn gradients, against those of the original in float64."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) * 1e-2 for each in parameters]
+
+    def updated(used: torch.optim.Optimizer, owned: Sequence[Tensor]) -> list[Tensor]:
+        for _ in range(OPTIMIZER_STEPS):
+            for parameter, gradient in zip(owned, drawn, strict=True):
+                parameter.grad = gradient.to(parameter.dtype, copy=True)
+            used.step()
+        return [parameter.detach().double().clone() for parameter in owned]
+
+    start = [parameter.detach().double().clone() for parameter in parameters]
+    with preserve_random_state(), _preserve_gradients(parameters):
+        with edits.suspended():
+            wide = copy.deepcopy(optimizer)
+            wide_parameters = [each for group in wide.param_groups for each in group["params"]]
+            for parameter in wide_parameters:
+                parameter.data = parameter.data.double()
+                for name, value in wide.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
+                        wide.state[parameter][name] = value.double()
+            reference = updated(wide, wide_parameters)
+            with preserve_optimizer(optimizer):
+                original = updated(optimizer, parameters)
+        with preserve_optimizer(optimizer):
+            changed = updated(optimizer, parameters)
+    unit = max(torch.finfo(each.dtype).eps for each in parameters)
+    moved = [
+        torch.cat([(a - b).flatten() for a, b in zip(after, start, strict=True)])
+        for after in (reference, original, changed)
+    ]
+    own, error = relative_error(moved[1], moved[0]), relative_error(moved[2], moved[0])
+    size = torch.cat([each.flatten() for each in start]).norm().item() / max(moved[0].norm().item(), 1e-30)
+    return [
+        Errors(
+            what=f"parameters after {OPTIMIZER_STEPS} steps of the optimizer",
+            original=own,
+            fixed=error,
+            allowed=1.5 * own + unit * size + 4 * unit,
+            reference="float64",
+        )
+    ]
+
+
+def _estimate(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool | None, machine: Machine
+) -> Estimate | None:
+    try:
+        return estimate_trace(trace(function, *args, kwargs=kwargs, grad=grad, target=target_of(machine)), machine)
+    except Exception:  # code that fake tensors cannot run, or a kernel without a cost: then nothing is predicted
+        return None
+
+
+def _loss_of(output: Any) -> Any:
+    """The loss that a model's output has itself."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+    return loss if isinstance(loss, Tensor) and loss.dim() == 0 else None
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.detach().float().requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
+
+
+def _site_record(tried: Fix, site: Site, status: Any, why: str) -> FixedSite:
+    return FixedSite(
+        fix=tried.id, path=site.place, what=site.what, source=site.line, computes=site.computes, status=status, why=why
+    )
+
+
+_PLUMBING = frozenset(
+    "view reshape transpose permute t detach alias expand unsqueeze squeeze slice select split _unsafe_view empty "
+    "lift_fresh".split()
+)
+
+
+def _kernels_at(path: str, ops: Sequence[Op]) -> Iterator[str]:
+    """The operators that compute in a module, each once; those of nearpeak and of compilers first."""
+    inside = dict.fromkeys(
+        op.name
+        for op in ops
+        if (op.phase == "optimizer" if path == OPTIMIZER else not path or f"{op.module}.".startswith(f"{path}."))
+        and op.packet.partition(".")[2] not in _PLUMBING
+    )
+    yield from sorted(inside, key=lambda name: name.startswith("aten."))
+
+
+def _batch_text(args: Any, kwargs: Any) -> str:
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return ", ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in tensors[:8])
+
+
+def _machine_name(device: torch.device) -> str:
+    backend = find_backend(device)
+    return str(device) if backend is None else backend.properties(device.index or 0).name
+
+
+def _count(items: Sequence[Any], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
