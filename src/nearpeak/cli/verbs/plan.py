@@ -35,6 +35,7 @@ from nearpeak.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from nearpeak.plan.cluster.cluster import Cluster
     from nearpeak.plan.models.model import Model
+    from nearpeak.plan.serving.simulate import Workload
     from nearpeak.plan.training.job import Job
     from nearpeak.render.document import Document
     from nearpeak.render.views.plan.sliders import Sliders
@@ -375,7 +376,7 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
     return 0
 
 
-DEGREES = ("tp", "pp", "dp", "ep")
+DEGREES = ("tp", "pp", "dp", "ep", "redundant", "overlap")
 
 
 def configure_serve(parser: argparse.ArgumentParser) -> None:
@@ -384,7 +385,9 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     Prefill and decode apart, and why one is limited by compute and the other by
     memory; time to the first token (TTFT), time per token (TPOT), throughput
     against concurrency, what the KV cache holds, and the batch at which decode stops
-    being limited by memory. Without --tp, --pp, --dp or --ep: the layout with the
+    being limited by memory. The scheduler is simulated, request by request: a closed
+    loop of --concurrency clients, arrivals at random with --rate, or those of a file
+    with the columns arrival_s, prompt and output (--arrivals). Without --tp, --pp, --dp or --ep: the layout with the
     most tokens per second. --most-ttft and --most-tpot: the layout and the load with
     the most throughput that keep them, and exit code 1 where none does.
 
@@ -392,6 +395,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
       nearpeak plan serve llama-3-70b --on "h100-sxm x 8" --precision fp8 --concurrency 64
       nearpeak plan serve deepseek-v3 --on "h200-sxm x 8" --precision fp8 --tp 8
       nearpeak plan serve llama-3-70b --on "h100-sxm x 8" --most-ttft 0.5 --most-tpot 0.02
+      nearpeak plan serve llama-3-70b --on "h100-sxm x 8" --precision fp8 --rate 12
       nearpeak plan serve llama-3-70b --on "h200-sxm x 4" --speculate 3:0.7
       nearpeak plan serve llama-3-70b --on "h100-sxm x 4" --tp 4 --disaggregate 1:3 -o serve.html
     """
@@ -405,6 +409,12 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         ("ep", "parts of the experts"),
     ):
         layout.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
+    layout.add_argument(
+        "--redundant", type=whole_number, metavar="N", help="copies of busy experts, in each layer (0)"
+    )
+    layout.add_argument(
+        "--overlap", action="store_true", default=None, help="two half batches hide each other's exchange of experts"
+    )
     engine = parser.add_argument_group("engine")
     engine.add_argument("--precision", default="bf16", metavar="NAME", help="bf16, fp8, fp4, int8 or int4 (bf16)")
     engine.add_argument("--kv", metavar="NAME", help="of the KV cache: bf16 or fp8 (as the precision has it)")
@@ -419,6 +429,10 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--prompt", type=whole_number, default=1024, metavar="N", help="tokens of a prompt (1024)")
     load.add_argument("--generate", type=whole_number, default=256, metavar="N", help="tokens of an answer (256)")
     load.add_argument("--concurrency", type=float, default=32.0, metavar="N", help="requests in flight, all GPUs (32)")
+    load.add_argument("--rate", type=float, metavar="R", help="requests per second that arrive at random")
+    load.add_argument("--requests", type=whole_number, metavar="N", help="requests to simulate")
+    load.add_argument("--arrivals", metavar="FILE", help="a CSV file of requests to simulate")
+    load.add_argument("--prefix", type=whole_number, default=0, metavar="N", help="tokens that prompts share (0)")
     load.add_argument("--most-ttft", type=float, metavar="S", help="seconds to the first token at most")
     load.add_argument("--most-tpot", type=float, metavar="S", help="seconds per token at most")
     modes = parser.add_argument_group("other ways to serve")
@@ -461,9 +475,26 @@ def run_serve(arguments: argparse.Namespace) -> int:
         graphs=not arguments.no_graphs,
         disaggregate=arguments.disaggregate,
         guesses=arguments.speculate,
+        workload=_workload(arguments),
     )
     write_plan(document(plan), plan, arguments, lambda: decode_sliders(plan))
     return 0
+
+
+def _workload(arguments: argparse.Namespace) -> Workload:
+    """The requests that the options describe."""
+    from nearpeak.plan.serving.plan import LENGTH_SPREAD
+    from nearpeak.plan.serving.simulate import closed_loop, open_loop, read_arrivals
+
+    if arguments.arrivals is not None:
+        if arguments.rate is not None:
+            raise UsageError("--arrivals and --rate both say when requests arrive: leave out one of them.")
+        return read_arrivals(Path(arguments.arrivals))
+    lengths = {"prompt": arguments.prompt, "output": arguments.generate, "prefix": arguments.prefix}
+    if arguments.rate is not None:
+        return open_loop(rate=arguments.rate, requests=arguments.requests or 1000, spread=LENGTH_SPREAD, **lengths)
+    clients = max(1, round(arguments.concurrency))
+    return closed_loop(concurrency=clients, requests=arguments.requests, spread=LENGTH_SPREAD, **lengths)
 
 
 def _within_limits(
@@ -653,6 +684,7 @@ def configure_validate(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("file", metavar="FILE", help="a CSV file of measurements")
     parser.add_argument("--seen", action="store_true", help="use the constants that were fitted on all sources")
+    parser.add_argument("--simulate", action="store_true", help="latencies of servers by simulating the scheduler")
     parser.add_argument("--runs", metavar="FOLDER", help="pairs: where the files are whose rows they name")
     parser.add_argument("--worst", type=int, default=10, metavar="N", help="how many of the worst rows to show (10)")
     parser.add_argument("--fail-over", type=share, metavar="SHARE", help="exit code 1 where a mean error is above it")
@@ -671,6 +703,7 @@ def run_validate(arguments: argparse.Namespace) -> int:
         leave_out=not arguments.seen,
         worst=arguments.worst,
         runs=None if arguments.runs is None else Path(arguments.runs),
+        simulated=arguments.simulate,
     )
     write_plan(document(validation), validation, arguments)
     limit = arguments.fail_over

@@ -30,6 +30,8 @@ from nearpeak.plan.models.model import Model, count_parameters
 from nearpeak.plan.serving.constants import ENGINES
 from nearpeak.units import GIB
 
+_NO_DEGREES = ("redundant", "overlap")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingLayout:
@@ -45,9 +47,16 @@ class ServingLayout:
     """Expert parallelism."""
     expert_tp: int | None = None
     """Tensor parallelism inside an expert; None: the GPUs that `ep` leaves."""
+    redundant: int = 0
+    """Copies of busy experts beyond the model's own, in each layer: they even out the load, and let `ep` be a number
+    that does not divide the experts."""
+    overlap: bool = False
+    """Whether a step is two half batches: the exchange of one passes while the other is computed."""
 
     def __post_init__(self) -> None:
-        degrees = {item.name: getattr(self, item.name) for item in fields(self)}
+        degrees = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _NO_DEGREES}
+        if self.redundant < 0:
+            raise UsageError(f"redundant={self.redundant} must be 0 or more. Nearest: redundant=0.")
         require_positive(**{name: value for name, value in degrees.items() if value is not None})
         if self.stage_gpus % self.ep:
             near = nearest_divisor(self.ep, self.stage_gpus)
@@ -94,15 +103,19 @@ class ServingLayout:
             if self.ep > 1:
                 raise UsageError(f"ep={self.ep}: {model.name} has no experts. Nearest: ep=1.")
             return
-        if model.experts % self.ep:
+        if (model.experts + self.redundant) % self.ep:
+            copies = f" and {self.redundant} redundant ones" if self.redundant else ""
             raise UsageError(
-                f"ep={self.ep} does not divide the {model.experts} experts of {model.name}. "
-                f"Nearest: ep={nearest_divisor(self.ep, model.experts)}."
+                f"ep={self.ep} does not divide the {model.experts} experts of {model.name}{copies}. "
+                f"Nearest: ep={nearest_divisor(self.ep, model.experts + self.redundant)}, or "
+                f"redundant={-model.experts % self.ep} experts that GPUs have twice."
             )
 
     def __str__(self) -> str:
         parts = [f"tp {self.tp}"]
         parts += [f"{name} {value}" for name, value in (("dp", self.dp), ("ep", self.ep), ("pp", self.pp)) if value > 1]
+        parts += [f"{self.redundant} redundant experts"] if self.redundant else []
+        parts += ["two overlapped batches"] if self.overlap else []
         return ", ".join(parts)
 
 
@@ -239,7 +252,8 @@ class Deployment:
         tables = numbers.embedding + (numbers.output or 0)
         rest = numbers.total - experts - tables
         held = rest * self.precision.rest_bytes / layout.tp
-        held += experts * self.precision.weight_bytes / layout.stage_gpus
+        copies = 1 + layout.redundant / model.experts if model.experts else 1.0
+        held += experts * copies * self.precision.weight_bytes / layout.stage_gpus
         return held / layout.pp + tables * 2.0 / layout.tp
 
     def cache_values(self) -> float:

@@ -36,10 +36,14 @@ from nearpeak.plan.serving.serve import (
     serve_disaggregated,
     speculate,
 )
+from nearpeak.plan.serving.simulate import Simulation, Workload, closed_loop, simulate
 from nearpeak.plan.serving.step import StepTime, serving_rates, step_time
 from nearpeak.units import seconds
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+LENGTH_SPREAD = 0.1
+"""How far the lengths of simulated requests lie from their mean: benchmarks draw them from 80 to 100 % of the largest.
+Of exactly equal lengths, requests would run in lock step."""
 LARGEST_BATCH = 1 << 16
 """Largest batch at which the crossover to compute is looked for."""
 
@@ -66,6 +70,12 @@ class Load:
             )
         if self.batching not in BATCHINGS:
             raise UsageError(f"batching={self.batching!r} is not known. {did_you_mean(self.batching, BATCHINGS)}")
+
+    def closed_loop(self) -> Workload:
+        """As many clients as there are requests in flight, whose lengths vary a little, as those of benchmarks do."""
+        return closed_loop(
+            prompt=self.prompt, output=self.output, concurrency=max(1, round(self.concurrency)), spread=LENGTH_SPREAD
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +104,25 @@ class ServingPlan(Result):
     """Layouts and loads that none beats both per GPU and per user; none where the layout was given."""
     disaggregated: Disaggregated | None = None
     speculative: Speculative | None = None
+    simulation: Simulation
+    """The scheduler of all replicas under the requests: the figures to go by."""
+
+    @property
+    def ttft_range(self) -> tuple[float, float]:
+        """80 % interval of the mean time to first token."""
+        low, high = self.replica.spread.get("ttft", (1.0, 1.0))
+        return self.simulation.ttft.mean * low, self.simulation.ttft.mean * high
+
+    @property
+    def tpot_range(self) -> tuple[float, float]:
+        """80 % interval of the mean time per output token."""
+        low, high = self.replica.spread.get("tpot", (1.0, 1.0))
+        return self.simulation.tpot.mean * low, self.simulation.tpot.mean * high
 
     def __repr__(self) -> str:
         where = f"{self.cluster.gpus} x {self.cluster.machine.id}"
-        rate = f"{self.replica.tokens_per_second * self.replicas:,.0f} tokens/s"
-        latency = f"first after {seconds(self.replica.ttft)}, then {seconds(self.replica.tpot)} each"
+        rate = f"{self.simulation.tokens_per_second:,.0f} tokens/s"
+        latency = f"first after {seconds(self.simulation.ttft.mean)}, then {seconds(self.simulation.tpot.mean)} each"
         return headline(f"ServingPlan of {self.model.name} on {where}: {rate}, {latency}")
 
 
@@ -146,11 +170,13 @@ def serving_plan(
     graphs: bool = True,
     disaggregate: tuple[int, int] | None = None,
     guesses: tuple[int, float] | None = None,
+    workload: Workload | None = None,
 ) -> ServingPlan:
     """The model under a load; without a layout, the one with the most tokens per second of those that fit.
 
     `disaggregate` is a number of prefill and of decode replicas; `guesses` is how many are verified at once, and the
-    share that is accepted.
+    share that is accepted. `workload` has the requests to simulate; without one they are a closed loop of the load.
+    Layouts are compared by formulas, and the best one is simulated.
     """
     tried = [layout] if layout is not None else whole_layouts(model, cluster)
 
@@ -200,6 +226,19 @@ def serving_plan(
         speculative=None
         if guesses is None
         else speculate(deployment, batch=batch, context=context, guesses=guesses[0], acceptance=guesses[1]),
+        simulation=simulate(
+            deployment,
+            workload or load.closed_loop(),
+            replicas=best.replicas if pools is None else pools[1],
+            prefill=None if pools is None else deployment,
+            prefill_replicas=1 if pools is None else pools[0],
+            guesses=0 if guesses is None else guesses[0],
+            acceptance=0.0 if guesses is None else guesses[1],
+            chunk=load.chunk,
+            most_sequences=load.most_sequences,
+            memory_share=load.memory_share,
+            static=load.batching == "static",
+        ),
     )
 
 

@@ -349,9 +349,7 @@ def serve_disaggregated(
     prompts_at_once = prefill_replicas * prefill.layout.dp * prefill.layout.pp
     prefill_limit = prompts_at_once / alone
     decode_limit = groups * running / (output * step.seconds)
-    bandwidth = link_bandwidth if link_bandwidth is not None else _transfer_bandwidth(prefill)
-    moved = prefill.cache_bytes(prompt) * decode.precision.kv_bytes / prefill.precision.kv_bytes
-    transfer = moved / (bandwidth * LINK_SHARE)
+    transfer = transfer_seconds(prefill, decode, prompt, link_bandwidth)
     rate = min(prefill_limit, decode_limit)
     busy = min(0.95, rate / prefill_limit)
     at_once = concurrency / prompts_at_once / 2
@@ -375,12 +373,14 @@ def serve_disaggregated(
     )
 
 
-def _transfer_bandwidth(deployment: Deployment) -> float:
-    cluster = deployment.cluster
-    bandwidth = cluster.network_bandwidth or cluster.link_bandwidth
+def transfer_seconds(prefill: Deployment, decode: Deployment, prompt: int, link_bandwidth: float | None) -> float:
+    """Seconds in which the KV cache of a prompt moves to the other pool; None: over the network of `prefill`."""
+    cluster = prefill.cluster
+    bandwidth = link_bandwidth or cluster.network_bandwidth or cluster.link_bandwidth
     if not bandwidth:
         raise UsageError("The link between prefill and decode is not known. Give link_bandwidth in bytes/s per GPU.")
-    return bandwidth
+    moved = prefill.cache_bytes(prompt) * decode.precision.kv_bytes / prefill.precision.kv_bytes
+    return moved / (bandwidth * LINK_SHARE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

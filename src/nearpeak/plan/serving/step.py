@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from statistics import NormalDist
@@ -31,6 +31,10 @@ ELEMENTWISE_SHARE = 0.6
 """Share of the memory bandwidth that norms, activations and the like reach. Assumed."""
 CUSTOM_ALL_REDUCE_BYTES = 2.0**21
 """Message size at which engines switch from their custom all-reduce kernels to NCCL. Assumed."""
+
+GRAPH_TOKENS: Mapping[str, float] = {"vllm": 512.0}
+"""Largest steps with prompts that run as CUDA graphs: vLLM captures pieces of a step for up to 512 tokens; the others
+capture decode steps alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,10 +144,14 @@ def step_time(
     if layout.pp > 1:
         hop = deployment.collectives("send_recv", max(1.0, tokens) * model.hidden * 2.0, 2, layout.stage_gpus)
         communication += (layout.pp - 1) * hop
+    elementwise = tokens * values / rates.elementwise
+    if layout.overlap:
+        busy = gemm + experts + attention + elementwise
+        communication = p_norm(busy, communication) - busy
     device = gemm + experts + attention + communication
     fixed = rates.gap * (usual_layers * engine.layer + model.feeds.count("E") * engine.expert_layer)
-    elementwise = tokens * values / rates.elementwise
-    if prompt_tokens or not deployment.graphs:
+    eager = prompt_tokens and tokens > GRAPH_TOKENS.get(deployment.engine, 0.0)
+    if eager or not deployment.graphs:
         launching = usual_layers * engine.launch + model.feeds.count("E") * engine.expert_launch
         fixed = max(fixed, p_norm(device + elementwise + fixed, launching) - device - elementwise)
     host = layout.pp * (engine.step + engine.sequence * sequences)  # every stage prepares its own inputs
@@ -269,13 +277,15 @@ def expert_seconds(
     model, layout, precision = deployment.model, deployment.layout, deployment.precision
     everywhere = tokens * layout.dp
     share = experts_hit(model, everywhere, constants.variety) / model.experts
-    local = model.experts / layout.ep
+    local = (model.experts + layout.redundant) / layout.ep
     hit = local * share
     # the others wait for the GPU where the most experts are hit
     hit = min(local, hit + expected_maximum(layout.ep) * math.sqrt(hit * (1.0 - share)))
     visits = everywhere * model.active_experts / layout.ep
     if layout.ep > 1:
-        visits *= expert_imbalance(everywhere, model, layout.ep, constants.skew)
+        # a copy on each GPU of an expert that is busy elsewhere leaves chance alone to differ
+        lasting = constants.skew * max(0.0, 1.0 - layout.redundant / layout.ep)
+        visits *= expert_imbalance(everywhere, model, layout.ep, lasting)
     weights = count_parameters(model).expert / layout.expert_tp_used
     inner = model.latent or model.hidden
     moved = hit * weights * precision.weight_bytes

@@ -19,7 +19,9 @@ from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.provenance import Provenance
 from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
 from nearpeak.plan.serving.deployment import Deployment, ServingLayout
+from nearpeak.plan.serving.plan import Load
 from nearpeak.plan.serving.serve import most_throughput, serve
+from nearpeak.plan.serving.simulate import simulate
 from nearpeak.plan.serving.step import step_time
 from nearpeak.plan.validation.errors import SkippedRow
 from nearpeak.plan.validation.names import gpu_id, model_id
@@ -223,9 +225,13 @@ class PredictedInference:
 
 
 def predict_quantities(
-    row: MeasuredInference, constants: ServingConstants
+    row: MeasuredInference, constants: ServingConstants, *, simulated: bool = False
 ) -> dict[Quantity, tuple[float, str, Provenance]]:
-    """For each measured quantity of `row`: its prediction, the reason and the provenance."""
+    """For each measured quantity of `row`: its prediction, the reason and the provenance.
+
+    `simulated`: latencies of servers come from a simulation of the scheduler under a closed loop of the row's
+    concurrency, as a plan has it; otherwise from formulas for a steady load.
+    """
     deployment = row.deployment
     if row.single_stream:
         batch = row.concurrency or 1.0
@@ -258,6 +264,15 @@ def predict_quantities(
             offline=row.tpot is None,
             constants=constants,
         )
+    if simulated and row.concurrency is not None and row.tpot is not None:
+        load = Load(prompt=row.prompt, output=row.output, concurrency=row.concurrency)
+        run = simulate(deployment, load.closed_loop(), constants=constants)
+        queue = f"{run.queue.mean / run.ttft.mean:.0%} of it in the queue, {run.preemptions} preemptions"
+        return {
+            "tpot": (run.tpot.mean, f"decode limited by {answer.limiter}", run.provenance),
+            "ttft": (run.ttft.mean, f"prompt limited by {answer.prefill.limiter}, {queue}", run.provenance),
+            "throughput": (run.tokens_per_second, f"decode limited by {answer.limiter}", run.provenance),
+        }
     waits = f", {answer.queue_seconds / answer.ttft:.0%} of it for room in the cache" if answer.queue_seconds else ""
     made = f"{answer.running:.0f} requests at once, decode limited by {answer.limiter}"
     return {
@@ -268,7 +283,11 @@ def predict_quantities(
 
 
 def predict_inference(
-    rows: Iterable[MeasuredInference], *, leave_out: bool = True, constants: ServingConstants | None = None
+    rows: Iterable[MeasuredInference],
+    *,
+    leave_out: bool = True,
+    simulated: bool = False,
+    constants: ServingConstants | None = None,
 ) -> tuple[tuple[PredictedInference, ...], tuple[SkippedRow, ...]]:
     """Every measured quantity with its prediction, and the rows that cannot run according to the planner."""
     whole = constants or load_serving_constants()
@@ -276,7 +295,7 @@ def predict_inference(
     for row in rows:
         used = whole.leaving_out(row.source) if leave_out else whole
         try:
-            answers = predict_quantities(row, used)
+            answers = predict_quantities(row, used, simulated=simulated)
         except UsageError as problem:
             skipped.append(SkippedRow(id=row.id, reason=str(problem)))
             continue

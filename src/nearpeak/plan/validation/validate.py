@@ -51,16 +51,19 @@ KIND_COLUMNS: Mapping[ValidationKind, frozenset[str]] = {
 """Columns that tell one kind from the others."""
 
 
-def validate(path: Path, *, leave_out: bool = True, worst: int = 10, runs: Path | None = None) -> Validation:
+def validate(
+    path: Path, *, leave_out: bool = True, worst: int = 10, runs: Path | None = None, simulated: bool = False
+) -> Validation:
     """Predictions for all rows of `path`, and how far they are from what was measured.
 
     `runs` is the folder with the files that pairs take their rows from; the folder of `path` where it is None.
+    `simulated`: latencies of servers come from a simulation of the scheduler, and not from formulas.
     """
     kind = kind_of_file(path)
     if kind == "training":
         return _training(path, leave_out, worst)
     if kind == "inference":
-        return _inference(path, leave_out, worst)
+        return _inference(path, leave_out, worst, simulated)
     if kind == "collectives":
         return _collectives(path, leave_out, worst)
     return validate_pairs_file(path, runs or path.parent, leave_out, worst)
@@ -198,9 +201,9 @@ def _job_summary(run: MeasuredTraining) -> str:
     return f"{job.model.name}, {layout.gpus} {cluster.machine.id}, tp {layout.tp} pp {layout.pp} ep {layout.ep}"
 
 
-def _inference(path: Path, leave_out: bool, worst: int) -> Validation:
+def _inference(path: Path, leave_out: bool, worst: int, simulated: bool) -> Validation:
     measured, skipped = read_inference(path)
-    predictions, failed = predict_inference(measured, leave_out=leave_out)
+    predictions, failed = predict_inference(measured, leave_out=leave_out, simulated=simulated)
     rows = [_compared_serving(item) for item in predictions]
     where = [item.measured for item in predictions]
     return make_validation(

@@ -27,23 +27,25 @@ MEANINGS = {
 
 def document(plan: ServingPlan) -> Document:
     """The report."""
-    replica, load = plan.replica, plan.load
+    simulated, load = plan.simulation, plan.load
     replicas = f"{plan.replicas} replica{'s' if plan.replicas > 1 else ''} of {plan.layout.gpus}"
     return Document(
         title=f"Serving {plan.model.name} on {plan.cluster.gpus} x {plan.cluster.machine.name}: "
-        f"TTFT {seconds(replica.ttft)}, TPOT {seconds(replica.tpot)}, "
-        f"{replica.tokens_per_second * plan.replicas:,.0f} tokens/s",
+        f"TTFT {seconds(simulated.ttft.mean)}, TPOT {seconds(simulated.tpot.mean)}, "
+        f"{simulated.tokens_per_second:,.0f} tokens/s",
         facts=(
             f"{replicas} GPU{'s' if plan.layout.gpus > 1 else ''} ({plan.layout}), {plan.precision.name}, "
             f"{plan.engine}; {load.prompt} tokens in, {load.output} out, {load.concurrency:g} requests in flight.",
+            f"Simulated: {simulated.workload}.",
         ),
         parts=tuple(_parts(plan)),
     )
 
 
 def _parts(plan: ServingPlan) -> Iterator[Paragraph | Table | Picture]:
-    yield _steps(plan)
+    yield _clients(plan)
     yield _error_ranges(plan)
+    yield _steps(plan)
     yield _phase_limits(plan)
     yield Paragraph(text=f"The batch at which decode stops being limited by memory: {plan.critical_batch}.")
     yield _curve(plan)
@@ -57,6 +59,28 @@ def _parts(plan: ServingPlan) -> Iterator[Paragraph | Table | Picture]:
         yield Picture(title="Throughput against speed per user", svg=front_picture(plan))
     yield Picture(title="Throughput against concurrency", svg=throughput_picture(plan))
     yield Picture(title="Latency against concurrency", svg=latency_picture(plan))
+
+
+def _clients(plan: ServingPlan) -> Table:
+    simulated = plan.simulation
+    rows = tuple(
+        (name, *(seconds(value) for value in (item.mean, item.median, item.p90, item.p99)), meaning)
+        for name, item, meaning in (
+            ("TTFT", simulated.ttft, "to the first token"),
+            ("of it queue", simulated.queue, "before its prompt starts"),
+            ("TPOT", simulated.tpot, "per further token"),
+            ("latency", simulated.latency, "to the last token"),
+        )
+    )
+    preempted = f"{simulated.preemptions} preemptions; " if simulated.preemptions else ""
+    return Table(
+        title="What clients see",
+        headers=("", "mean", "median", "p90", "p99", "seconds of a request"),
+        rows=rows,
+        align="lrrrrl",
+        note=f"{simulated.requests} requests in {seconds(simulated.seconds)}; {preempted}at most "
+        f"{percent(simulated.cache_peak)} of the KV cache in use; GPUs busy {percent(simulated.busy)} of the time.",
+    )
 
 
 def _steps(plan: ServingPlan) -> Table:
@@ -80,7 +104,7 @@ def _error_ranges(plan: ServingPlan) -> Paragraph:
     """Ranges from validation, and the weakest source."""
     text = weakest_sentence(plan.replica.provenance)
     if plan.replica.spread:
-        (first_low, first_high), (low, high) = plan.replica.ttft_range, plan.replica.tpot_range
+        (first_low, first_high), (low, high) = plan.ttft_range, plan.tpot_range
         text = (
             f"Ranges: TTFT {seconds(first_low)} to {seconds(first_high)}, TPOT {seconds(low)} to {seconds(high)}, "
             f"where eight of ten published runs lay, each source left out of the fit in turn. {text}"
@@ -134,7 +158,8 @@ def _curve(plan: ServingPlan) -> Table:
         headers=("in flight", "running", "TTFT", "TPOT", "tok/s user", "tok/s", "tok/s GPU", "limit"),
         rows=tuple(rows),
         align="rrrrrrrl",
-        note="running: requests that the KV cache has room for; the others wait, which is part of TTFT.",
+        note="running: requests that the KV cache has room for; the others wait, which is part of TTFT. By "
+        "formulas for a steady load, as are the tables below.",
     )
 
 
