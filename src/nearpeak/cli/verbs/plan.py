@@ -409,9 +409,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
         ("ep", "parts of the experts"),
     ):
         layout.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
-    layout.add_argument(
-        "--redundant", type=whole_number, metavar="N", help="copies of busy experts, in each layer (0)"
-    )
+    layout.add_argument("--redundant", type=whole_number, metavar="N", help="copies of busy experts, in each layer (0)")
     layout.add_argument(
         "--overlap", action="store_true", default=None, help="two half batches hide each other's exchange of experts"
     )
