@@ -98,7 +98,7 @@ def test_a_backend_that_is_forced():
 
 def test_a_choice_is_remembered_by_its_key(monkeypatch):
     asked = []
-    monkeypatch.setattr(choice, "_model", lambda operation, device: asked.append(operation) or MADE)
+    monkeypatch.setattr(choice, "_model", lambda chooser, device: asked.append(chooser.operation) or MADE)
     monkeypatch.setattr(choice, "_choosers", [])
     chooser = Chooser("product", FEATURES)
     assert chooser.known("small") is None
@@ -560,3 +560,13 @@ def test_the_features_of_the_table_are_those_of_the_operations():
     for name, one in json.loads(TABLE.read_text())["operations"].items():
         chooser = next(chooser for chooser in choice._choosers if chooser.operation == name)
         assert {feature for cell in one["cells"] for feature in cell["features"]} <= set(chooser.features)
+
+
+def test_each_operation_reads_its_own_cells_of_the_table():
+    for chooser in choice._choosers:
+        cells = choice._table(90).get(chooser.operation, {"cells": []})["cells"]
+        assert len(chooser.measured(90)) == len(cells) > 0
+        assert chooser.measured(42) == []
+    alone = Chooser("rms_norm", norms.FEATURES)  # whatever else has been imported
+    choice._choosers.remove(alone)
+    assert alone.measured(90)

@@ -136,7 +136,16 @@ class Chooser:
     def __init__(self, operation: str, features: Mapping[str, float]) -> None:
         self.operation, self.features = operation, features
         self._choices: dict[Hashable, Choice] = {}
+        self._models: dict[int, Model] = {}
         _choosers.append(self)
+
+    def measured(self, generation: int) -> Model:
+        """The cells that were measured on a generation of GPUs, such as 90."""
+        if generation not in self._models:
+            self._models[generation] = read_model(
+                _table(generation).get(self.operation, {"cells": ()})["cells"], self.features
+            )
+        return self._models[generation]
 
     def known(self, key: Hashable) -> str | None:
         """The backend that was chosen for this key; None if `choose` has to be asked."""
@@ -155,7 +164,7 @@ class Chooser:
             candidates: The backends that support the call. The first one runs if nothing is known.
             values: Of the features.
         """
-        model = _model(self.operation, device)
+        model = _model(self, device)
         choice = choose(self.operation, tuple(candidates), self.features, values, model, _forced)
         if _thread_state.explains:
             raise Explanation(choice)
@@ -251,23 +260,17 @@ def explained_choice(function: Callable[..., object], args: tuple[Any, ...], kwa
     return None
 
 
-def _model(operation: str, device: torch.device) -> Model:
+def _model(chooser: Chooser, device: torch.device) -> Model:
     """What was measured of an operation on GPUs of this generation."""
     capability = cuda_capability(device.index or 0) if device.type == "cuda" else None
-    return () if capability is None else measured_models(10 * capability[0] + capability[1]).get(operation, ())
+    return () if capability is None else chooser.measured(10 * capability[0] + capability[1])
 
 
 @functools.cache
-def measured_models(generation: int) -> Mapping[str, Model]:
-    """The models of all operations that were measured on a generation of GPUs, such as 90; no neighbor's."""
+def _table(generation: int) -> Mapping[str, Any]:
+    """The operations that were measured on a generation of GPUs, such as 90; no neighbor's."""
     path = files("nearpeak.kernels").joinpath("tables", f"sm{generation}_choices.json")
-    return read_models(json.loads(path.read_text())) if path.is_file() else {}
-
-
-def read_models(table: Mapping[str, Any]) -> dict[str, Model]:
-    """The models in a table of choices."""
-    features = {chooser.operation: chooser.features for chooser in _choosers}
-    return {name: read_model(one["cells"], features[name]) for name, one in table["operations"].items()}
+    return json.loads(path.read_text())["operations"] if path.is_file() else {}
 
 
 def read_model(cells: Sequence[Mapping[str, Any]], features: Mapping[str, float]) -> Model:
