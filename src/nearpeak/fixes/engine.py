@@ -249,6 +249,8 @@ class _Engine:
         self.sites: list[FixedSite] = []
         self.notes: list[str] = []
         self.machine = known_machine()
+        self.own_bytes = _allocated(next(model.parameters(), torch.zeros(())).device)
+        """What the program itself has allocated on the device."""
         self.original: nn.Module | None = None
         """A copy of the model as it was; None where there is no memory for it."""
         self.reference: Reference | None = None
@@ -335,6 +337,10 @@ class _Engine:
     def _batch(self) -> Inputs:
         return Inputs(name="the batch", args=self.args, kwargs=self.kwargs, grad=self.trains)
 
+    def _omits(self, *tried: Fix) -> tuple[str, ...]:
+        """The outputs that fixes leave out."""
+        return tuple(name for each in (*(kept.fix for kept in self.kept), *tried) for name in each.omits)
+
     def _try(self, tried: Fix, run: ModelRun) -> bool:
         """Applies one fix to all of its sites; whether it was kept."""
         try:
@@ -384,7 +390,7 @@ class _Engine:
             result = replace(result, predicted_s=predicted_s)
             if at_bound:
                 return replace(result, why=f"its sites are within {1 - NEAR_BOUND:.0%} of their bound already")
-            errors = [] if tried.changes_numerics else self._check(changed, captured, edits)
+            errors = [] if tried.changes_numerics else self._check(tried, changed, captured, edits)
         except torch.OutOfMemoryError:
             return replace(result, why="there was not enough memory to verify it")
         except Exception as error:
@@ -424,7 +430,7 @@ class _Engine:
                     self.model(*self.args, **self.kwargs)
         return inputs
 
-    def _check(self, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> list[Errors]:
+    def _check(self, tried: Fix, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> list[Errors]:
         """At one site of each kind, on drawn inputs too and in float32; then in the whole model on its batch."""
         errors: list[Errors] = []
         for place, inputs in captured.items():
@@ -438,7 +444,7 @@ class _Engine:
         if any(site.call is None for site in changed) and self.optimizer is not None:
             errors += _check_optimizer(self.optimizer, edits)
         if self.reference is not None:
-            errors += self.reference.check(self.model, self._batch())
+            errors += self.reference.check(self.model, self._batch(), self._omits(tried))
         return errors
 
     def _predict(self, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> tuple[float | None, bool]:
@@ -482,7 +488,11 @@ class _Engine:
                 yield
 
         with runner.ready():
-            return time_in_turns(runner.run, before, runner.device)
+            ours = _allocated(runner.device) - self.own_bytes
+            speed = time_in_turns(runner.run, before, runner.device)
+        if speed.memory_before is None or speed.memory_after is None:
+            return speed
+        return replace(speed, memory_before=speed.memory_before - ours, memory_after=speed.memory_after - ours)
 
     def _verify_together(self) -> list[Errors]:
         """The errors of the whole model with all that was kept, on all inputs; what makes it wrong is rolled back."""
@@ -491,11 +501,12 @@ class _Engine:
             if self.reference is not None and self.original is not None:
                 self.say("verifying the whole model")
                 autocast = all(each.dtype == torch.float32 for each in self.model.parameters())
-                errors += self.reference.check(self.model, self._batch())
+                omits = self._omits()
+                errors += self.reference.check(self.model, self._batch(), omits)
                 with torch.compiler.set_stance("force_eager"):  # else each size and mode would be compiled anew
                     drawn = variants(self.args, self.kwargs, trains=self.trains, autocast=autocast)
                     for inputs in itertools.islice(drawn, 1, None):
-                        errors += self.reference.check(self.model, inputs)
+                        errors += self.reference.check(self.model, inputs, omits)
                     errors += check_causality(self.original, self.model, self._batch())
             wrong = "" if any(each.fix.changes_numerics for each in self.kept) else problem(errors)
             if not wrong:
@@ -620,6 +631,13 @@ def time_in_turns(
         memory_after=memory[1],
         first_s=first_s,
     )
+
+
+def _allocated(device: torch.device) -> float:
+    """Bytes that torch's allocator has handed out on a GPU; 0 on a CPU, which keeps no statistics."""
+    backend = find_backend(device)
+    current = None if backend is None else backend.allocator_bytes(device.index or 0, "current")
+    return 0.0 if current is None else current[0]
 
 
 def _peak_memory(backend: Any, index: int, run: Callable[[], object]) -> float | None:

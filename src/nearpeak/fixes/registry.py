@@ -90,6 +90,8 @@ class Fix:
     """Whether results differ by more than rounding; such a fix applies only if it is asked for by its id."""
     order: int = 0
     """Fixes of a lower order are tried first."""
+    omits: tuple[str, ...] = ()
+    """Names of outputs of the model that it leaves out, such as "logits"."""
 
 
 _FIXES: dict[str, Fix] = {}
@@ -97,7 +99,7 @@ SitesFunction = Callable[["ModelRun"], Iterable[Site]]
 
 
 def fix(
-    id: str, title: str, *, changes_numerics: bool = False, order: int = 0
+    id: str, title: str, *, changes_numerics: bool = False, order: int = 0, omits: tuple[str, ...] = ()
 ) -> Callable[[SitesFunction], SitesFunction]:
     """Registers a function that yields the sites of a fix."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", id):
@@ -106,7 +108,7 @@ def fix(
     def register(sites: SitesFunction) -> SitesFunction:
         if id in _FIXES:
             raise UsageError(f"There is a fix called {id!r} already.")
-        _FIXES[id] = Fix(id=id, title=title, sites=sites, changes_numerics=changes_numerics, order=order)
+        _FIXES[id] = Fix(id=id, title=title, sites=sites, changes_numerics=changes_numerics, order=order, omits=omits)
         return sites
 
     return register

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import UsageError, message_of
 from nearpeak.fixes.record import Errors
 from nearpeak.fixes.registry import preserve_buffers
+from nearpeak.measure.statistics import median
 
 OUTPUT_FACTOR = 1.5
 """Rounding errors of large tensors vary little: another order of the same additions does not reach this."""
@@ -37,7 +38,9 @@ LARGEST_NOISE = 0.05
 """Outputs that differ by more between two runs on the same batch cannot be compared."""
 SPREAD_RATIO = 1.3
 """By which the spread of random results, as of dropout, may differ."""
-MOST_ROWS, ODD_LENGTH = 2, 37
+ODD_LENGTH = 37
+MOST_KEPT_BYTES = 2**33
+"""Of results that are kept for the comparison of further fixes."""
 SEED = 20_240_917
 Scalar = Callable[[Any], Tensor]
 Width = Literal["float64", "float32", "original"]
@@ -76,8 +79,14 @@ class Widened(TorchDispatchMode):
 class Results:
     """What a run gave: floating-point tensors of the output, and gradients by name."""
 
-    outputs: list[Tensor]
+    outputs: dict[str, Tensor]
+    """By their path in the output: "['logits']"."""
     gradients: dict[str, Tensor | None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory behind them."""
+        return sum(each.nbytes for each in (*self.outputs.values(), *self.gradients.values()) if each is not None)
 
 
 def run(
@@ -115,7 +124,13 @@ def run(
                 total = scalar(output) if scalar is not None else _weighted_sum(tensors)
                 values = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if leaves else ()
                 gradients = dict(zip(leaves, values, strict=True))
-    return Results(outputs=[tensor.detach() for tensor in tensors], gradients=gradients)
+    return Results(outputs=_by_path(output), gradients=gradients)
+
+
+def _by_path(output: Any) -> dict[str, Tensor]:
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    tensors = ((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
+    return {pytree.keystr(path): leaf.detach() for path, leaf in tensors}
 
 
 @contextmanager
@@ -185,6 +200,10 @@ class Reference:
         """By which two runs of the original on the same inputs differ."""
         self.is_random = False
         """Whether results depend on the seed, as with dropout in training mode."""
+        self._largest_elements: float = float("inf")
+        """Inputs of so many elements had no room in a wider precision."""
+        self._batch: tuple[Inputs, Results, Width, Results] | None = None
+        """The results on the first inputs, which every fix is compared on, if they are not too large to be kept."""
 
     def probe(self, inputs: Inputs) -> None:
         """Measures the noise of the original. UsageError where it is too large to compare anything."""
@@ -199,38 +218,55 @@ class Reference:
         other_seed = run(self._original, inputs, scalar=self._scalar, seed=SEED + 1)
         self.is_random = _largest(first, other_seed) > 10 * self.noise + 1e-6
 
-    def check(self, changed: nn.Module, inputs: Inputs) -> list[Errors]:
+    def check(self, changed: nn.Module, inputs: Inputs, omits: Collection[str] = ()) -> list[Errors]:
         """The errors of a changed module beside those of the original. Empty if the original does not take the inputs.
 
         Where results are random, values are compared in evaluation mode, and in training mode the spread over seeds.
+        `omits` has the names of outputs that the changed module leaves out by design.
         """
         if self.is_random and inputs.training is not False:
             spread = self._check_spread(changed, inputs)
             inputs = replace(inputs, training=False, name=f"{inputs.name}, without dropout")
-            return [*spread, *self.check(changed, inputs)]
+            return [*spread, *self.check(changed, inputs, omits)]
         scalar = self._scalar
-        try:
-            original = run(self._original, inputs, scalar=scalar)
-        except Exception:  # inputs that were drawn need not suit the model, nor the labels of a loss
+        if self._batch is not None and self._batch[0].name == inputs.name:
+            _, original, width, wide = self._batch
+        else:
             try:
-                scalar = None
-                original = run(self._original, inputs)
-            except Exception:
-                return []
-        width, wide = self._reference(inputs, original, scalar)
+                original = run(self._original, inputs, scalar=scalar)
+            except Exception:  # inputs that were drawn need not suit the model, nor the labels of a loss
+                try:
+                    scalar = None
+                    original = run(self._original, inputs)
+                except Exception:
+                    return []
+            width, wide = self._reference(inputs, original, scalar)
+            if scalar is self._scalar and self._batch is None and original.nbytes + wide.nbytes < MOST_KEPT_BYTES:
+                self._batch = (inputs, original, width, wide)
         fixed = run(changed, inputs, scalar=scalar)
-        return list(_compare(inputs.name, width, wide, original, fixed, self.noise))
+        narrowest = max(
+            (torch.finfo(x.dtype).eps for x in self._original.parameters() if x.is_floating_point()), default=0.0
+        )
+        return list(_compare(inputs.name, width, wide, original, fixed, self.noise, narrowest, omits))
 
     def _reference(self, inputs: Inputs, original: Results, scalar: Scalar | None) -> tuple[Width, Results]:
         """The results in the widest precision in which the original runs on these inputs."""
-        for name, dtype in (("float64", torch.float64), ("float32", torch.float32)):
+        elements = sum(
+            leaf.numel() for leaf in pytree.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(leaf, Tensor)
+        )
+        widths: tuple[tuple[Width, torch.dtype], ...] = (("float64", torch.float64), ("float32", torch.float32))
+        for name, dtype in widths:
+            if dtype == torch.float64 and elements >= self._largest_elements:
+                continue
             if dtype == torch.float32 and all(each.dtype == dtype for each in self._original.parameters()):
                 continue
             try:
                 copied = copy.deepcopy(self._original).to(dtype)
-                return name, run(copied, inputs, scalar=scalar, width=dtype)  # type: ignore[return-value]
-            except Exception as error:
+                return name, run(copied, inputs, scalar=scalar, width=dtype)
+            except Exception as error:  # an operator without a kernel for it, for example
                 if isinstance(error, torch.OutOfMemoryError):
+                    if dtype == torch.float64:
+                        self._largest_elements = elements
                     torch.cuda.empty_cache()
         return "original", original
 
@@ -239,7 +275,7 @@ class Reference:
         spreads = []
         for module in (self._original, changed):
             first, second = (run(module, inputs, scalar=self._scalar, seed=SEED + place) for place in range(2))
-            spreads.append(relative_error(_joined(first.outputs), _joined(second.outputs)))
+            spreads.append(relative_error(_joined(first.outputs.values()), _joined(second.outputs.values())))
         ratio = max(spreads) / max(min(spreads), 1e-30)
         return [
             Errors(
@@ -252,17 +288,14 @@ class Reference:
         ]
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.double().flatten() for tensor in tensors]) if tensors else torch.zeros(0)
+def _joined(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([torch.zeros(0), *(tensor.double().flatten().cpu() for tensor in tensors)])
 
 
 def _largest(first: Results, second: Results) -> float:
-    pairs = [*zip(first.outputs, second.outputs, strict=True)]
-    pairs += [
-        (a, b)
-        for a, b in zip(first.gradients.values(), second.gradients.values(), strict=True)
-        if a is not None and b is not None
-    ]
+    pairs = [(first.outputs[key], second.outputs[key]) for key in first.outputs]
+    gradients = zip(first.gradients.values(), second.gradients.values(), strict=True)
+    pairs += [(a, b) for a, b in gradients if a is not None and b is not None]
     return max((relative_error(a, b) for a, b in pairs), default=0.0)
 
 
@@ -285,44 +318,64 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def _compare(
-    name: str, width: Width, wide: Results, original: Results, fixed: Results, noise: float
+    name: str,
+    width: Width,
+    wide: Results,
+    original: Results,
+    fixed: Results,
+    noise: float,
+    narrowest: float,
+    omits: Collection[str],
 ) -> Iterator[Errors]:
     """The worst of the outputs and the worst of the gradients."""
-    if len(fixed.outputs) != len(original.outputs):
-        yield Errors(what=f"number of outputs, {name}", original=0.0, fixed=1e30, allowed=0.0, reference=width)
-        return
-    outputs = [
-        _judge(f"output, {name}", width, reference, before, after, OUTPUT_FACTOR, noise)
-        for reference, before, after in zip(wide.outputs, original.outputs, fixed.outputs, strict=True)
+    missing = [
+        key for key in original.outputs if key not in fixed.outputs and not any(omitted in key for omitted in omits)
     ]
-    # A detached output has no gradients at all.
-    names = dict.fromkeys([*original.gradients, *fixed.gradients])
-    gradients = []
-    for key in names:
-        reference, before, after = (results.gradients.get(key) for results in (wide, original, fixed))
-        if reference is None and before is None and after is None:
+    if missing or any(key not in original.outputs for key in fixed.outputs):
+        yield Errors(what=f"outputs there are, {name}", original=0.0, fixed=1e30, allowed=0.0, reference=width)
+        return
+    outputs = {f"output{key if len(original.outputs) > 1 else ''}": (wide.outputs[key], value, fixed.outputs[key])
+               for key, value in original.outputs.items() if key in fixed.outputs}  # fmt: skip
+    gradients = {}
+    for key in dict.fromkeys([*original.gradients, *fixed.gradients]):  # a detached output has none
+        three = [results.gradients.get(key) for results in (wide, original, fixed)]
+        shape = next((each for each in three if each is not None), None)
+        if shape is not None:
+            filled = [torch.zeros_like(shape) if each is None else each for each in three]
+            gradients[f"gradient of {key}"] = (filled[0], filled[1], filled[2])
+    for group, factor in ((outputs, OUTPUT_FACTOR), (gradients, GRADIENT_FACTOR)):
+        if not group:
             continue
-        shape = next(each for each in (reference, before, after) if each is not None)
-        reference, before, after = (
-            torch.zeros_like(shape) if each is None else each for each in (reference, before, after)
-        )
-        gradients.append(_judge(f"gradient of {key}, {name}", width, reference, before, after, GRADIENT_FACTOR, noise))
-    for group in (outputs, gradients):
-        if group:
-            yield max(group, key=lambda each: each.fixed / max(each.allowed, 1e-300))
+        owns = {key: relative_error(before, reference) for key, (reference, before, _) in group.items()}
+        large = [owns[key] for key, (reference, _, _) in group.items() if reference.numel() >= FEW_ELEMENTS]
+        # Of few elements the original may by chance be much nearer to the reference than its precision.
+        typical = median(large) if large else narrowest
+        judged = [
+            _judge(f"{key}, {name}", width, *three, owns[key], factor, typical, noise) for key, three in group.items()
+        ]
+        yield max(judged, key=lambda each: each.fixed / max(each.allowed, 1e-300))
 
 
 def _judge(
-    what: str, width: Width, reference: Tensor, before: Tensor, after: Tensor, factor: float, noise: float
+    what: str,
+    width: Width,
+    reference: Tensor,
+    before: Tensor,
+    after: Tensor,
+    own: float,
+    factor: float,
+    typical: float,
+    noise: float,
 ) -> Errors:
-    own, error = relative_error(before, reference), relative_error(after, reference)
+    error = relative_error(after, reference)
     if before.shape == after.shape and before.dtype != after.dtype:
         error = 1e30  # the code after it would compute in another precision
     unit = torch.finfo(before.dtype).eps
-    factor = max(factor, SMALL_FACTOR) if before.numel() < FEW_ELEMENTS else factor
     allowed = factor * own + FLOOR_UNITS * unit + 2 * noise
+    if before.numel() < FEW_ELEMENTS:
+        allowed = max(allowed, SMALL_FACTOR * own + FLOOR_UNITS * unit + 2 * noise, factor * typical)
     if width == "original":  # both round: the difference of the two is all that is known
-        allowed = max(allowed, 2 * FLOOR_UNITS * unit)
+        allowed = max(allowed, 2 * FLOOR_UNITS * unit, typical)
     return Errors(what=what, original=own, fixed=error, allowed=allowed, reference=width)
 
 
@@ -453,7 +506,7 @@ def check_causality(original: nn.Module, changed: nn.Module, inputs: Inputs) -> 
     second = replace(first, args=args, kwargs=kwargs)
     leaks: list[float] = []
     for module in (original, changed):
-        outputs = zip(run(module, first).outputs, run(module, second).outputs, strict=True)
+        outputs = zip(run(module, first).outputs.values(), run(module, second).outputs.values(), strict=True)
         leaks.append(
             max(
                 (

@@ -1,0 +1,219 @@
+"""Training steps of Hugging Face models: eager, compiled, with Liger's kernels, and fixed by `nearpeak.fix`.
+
+    PYTHONPATH=src python -m benchmarks.models.fix --models llama-1b --json OUT/fix.json
+    python -m benchmarks.models.fix --show OUT/fix.json
+
+Each model has random weights in bfloat16 and a step of forward, backward and AdamW, as `transformers` has them. Liger
+replaces functions of `transformers` for the whole process, so that its steps run in a process of their own; the others
+run in turns on one model. Peak memory is that of torch's allocator over two steps. `liger_kernel` is left out where it
+is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import nearpeak
+from nearpeak._records import to_json
+from nearpeak.measure.statistics import median
+
+ROUNDS = 5
+CALLS = 3
+
+
+def llama_1b(small: bool) -> tuple[Any, tuple[int, int]]:
+    sizes = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    if small:
+        sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)), (2, 64) if small else (4, 4096)
+
+
+def llama_8b_width(small: bool) -> tuple[Any, tuple[int, int]]:
+    sizes = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4}
+    if small:
+        sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)), (2, 64) if small else (2, 8192)
+
+
+def qwen3(small: bool) -> tuple[Any, tuple[int, int]]:
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 14}
+    if small:
+        sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16 if small else 128}
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads)), (2, 64) if small else (4, 4096)
+
+
+MODELS = {"llama-1b": llama_1b, "llama-8b-width": llama_8b_width, "qwen3": qwen3}
+LIGER = {"llama-1b": "llama", "llama-8b-width": "llama", "qwen3": "qwen3"}
+"""The end of the name of Liger's function for each model."""
+
+
+class Program:
+    """A model with its optimizer and a batch."""
+
+    def __init__(self, name: str, device: str, small: bool) -> None:
+        torch.manual_seed(0)
+        with torch.device(device):
+            torch.set_default_dtype(torch.bfloat16)
+            self.model, shape = MODELS[name](small)
+            torch.set_default_dtype(torch.float32)
+            self.model.train()
+            self.tokens = torch.randint(self.model.config.vocab_size, shape)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+
+    def step(self) -> None:
+        self.model(input_ids=self.tokens, labels=self.tokens, use_cache=False).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(step: Callable[[], None], calls: int = CALLS) -> float:
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        step()
+    synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def peak_bytes(step: Callable[[], None]) -> int | None:
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    step()
+    return torch.cuda.max_memory_allocated()
+
+
+def measure(step: Callable[[], None], rounds: int = ROUNDS) -> dict[str, Any]:
+    started = time.perf_counter()
+    step()
+    synchronize()
+    first_s = time.perf_counter() - started
+    step()
+    memory = peak_bytes(step)
+    times = [seconds_of(step) for _ in range(rounds)]
+    return {"step_s": median(times), "rounds_s": times, "first_s": first_s, "peak_bytes": memory}
+
+
+def run_liger(name: str, device: str, small: bool) -> dict[str, Any]:
+    from liger_kernel import transformers as liger  # type: ignore[import-not-found]
+
+    getattr(liger, f"apply_liger_kernel_to_{LIGER[name]}")()
+    return measure(Program(name, device, small).step)
+
+
+def run_model(name: str, device: str, small: bool, ways: list[str], without: list[str]) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": name}
+    program = Program(name, device, small)
+    if "eager" in ways:
+        row["eager"] = measure(program.step)
+    if "fixed" in ways:
+        started = time.perf_counter()
+        fixed = nearpeak.fix(
+            program.model,
+            input_ids=program.tokens,
+            labels=program.tokens,
+            use_cache=False,
+            optimizer=program.optimizer,
+            without=without,
+            progress=lambda line: print(f"  {line}", flush=True),
+        )
+        row["fix_s"] = time.perf_counter() - started
+        row["report"] = to_json(fixed.report)
+        print(fixed.report.report(), flush=True)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        row["fixed"] = measure(program.step)
+        fixed.undo()
+        row["undone"] = measure(program.step, 1)
+    if "compiled" in ways:
+        program.model.compile()
+        row["compiled"] = measure(program.step)
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [f"{'model':16s} {'way':9s} {'ms':>8s} {'GB':>7s} {'of eager':>9s}"]
+    for row in rows:
+        eager = row.get("eager", {}).get("step_s")
+        for way in ("eager", "liger", "compiled", "fixed", "undone"):
+            if way in row and "step_s" in row[way]:
+                result = row[way]
+                memory = "-" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 1e9:.1f}"
+                share = "-" if eager is None else f"{result['step_s'] / eager:.3f}"
+                lines.append(f"{row['model']:16s} {way:9s} {1e3 * result['step_s']:8.1f} {memory:>7s} {share:>9s}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--ways", default="eager,liger,fixed,compiled")
+    parser.add_argument("--without", default="torch-compile", help="ids of fixes to leave out")
+    parser.add_argument("--small", action="store_true", help="tiny configurations, to try this on a CPU")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--show", type=Path, help="print the table of an earlier run")
+    parser.add_argument("--liger", choices=MODELS, help="run this model with Liger alone, and print JSON")
+    arguments = parser.parse_args()
+    if arguments.show:
+        print(table(json.loads(arguments.show.read_text(encoding="utf-8"))["rows"]))
+        return
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.liger:
+        print(json.dumps(run_liger(arguments.liger, device, arguments.small)))
+        return
+    ways = arguments.ways.split(",")
+    rows = []
+    for name in arguments.models.split(","):
+        liger: dict[str, Any] | None = None
+        if "liger" in ways and importlib.util.find_spec("liger_kernel") is not None:
+            command = [sys.executable, "-m", "benchmarks.models.fix", "--liger", name]
+            ran = subprocess.run(command + ["--small"] * arguments.small, capture_output=True, text=True)
+            lines = ran.stdout.strip().splitlines()
+            liger = json.loads(lines[-1]) if ran.returncode == 0 and lines else {"problem": ran.stderr[-2000:]}
+        row = run_model(name, device, arguments.small, ways, [id for id in arguments.without.split(",") if id])
+        if liger is not None:
+            row["liger"] = liger
+        rows.append(row)
+        gc.collect()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+        if arguments.json:
+            result = {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "machine": nearpeak.machine().name,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "rows": rows,
+            }
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(table(rows), flush=True)
+
+
+if __name__ == "__main__":
+    main()
