@@ -320,3 +320,14 @@ def test_compiled_with_inductor():
 
     actual = torch.autograd.grad(torch.compile(loss, fullgraph=True)(*leaves), leaves)
     torch.testing.assert_close(actual, torch.autograd.grad(loss(*leaves), leaves), rtol=2**-6, atol=1e-6)
+
+
+def test_rows_of_logits_begin_at_multiples_of_128_bytes():
+    hidden, weight = torch.ones(5, 3, dtype=torch.bfloat16), torch.ones(77, 3, dtype=torch.bfloat16)
+    from nearpeak.kernels.losses import triton as losses
+
+    chunks = list(losses._logits_by_chunk(hidden, weight, None, 2))
+    assert [(first, logits.shape, logits.stride()) for first, _, logits in chunks] == [
+        (0, (2, 77), (128, 1)), (2, (2, 77), (128, 1)), (4, (1, 77), (128, 1)),
+    ]  # fmt: skip
+    assert all(logits.eq(3).all() for _, _, logits in chunks)
