@@ -2,6 +2,7 @@
 
 # cpu: --molecules 2 --width 192 --layers 2
 # cuda: --molecules 256 --width 512 --layers 5
+# rules: linear-after-gather linear-after-gather unfused-pointwise
 
 import argparse
 from dataclasses import dataclass

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from nearpeak.bound.expected import is_like_measured
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -48,6 +49,22 @@ def slowness(step: Step, index: int) -> float:
     """The measured time of an op over that of a good kernel; at least 1."""
     expected = step.expected(step.ops[index])
     return max(1.0, step.time(index) / expected) if expected else 1.0
+
+
+_MAX_SLOWNESS = 5.0
+"""A kernel on a CPU that takes so many times as long as a good one like it is slow because of something else than its
+size."""
+
+
+def seconds_by_size(step: Step, index: int) -> float:
+    """The time of an op that grows with its sizes: all of it, unless the values that it reads make it slow.
+
+    What subnormal numbers cost, for one, does not go with rows that have none.
+    """
+    op, took, expected = step.ops[index], step.time(index), step.measured[index].expected_s
+    if step.machine.kind != "cpu" or not expected or not is_like_measured(op.name, step.costs[index].family):
+        return took
+    return took if took <= _MAX_SLOWNESS * step.pace * expected else step.pace * expected
 
 
 def median_slowness(step: Step, gemms: Collection[int]) -> float:

@@ -346,6 +346,8 @@ class Trace:
     """The longer stretches of Python, by the index of the op after them; None where ops did not really run here."""
     nonzeros: Mapping[int, Nonzeros] = field(default_factory=dict)
     """Of ops that really ran: factors of products and one-hot vectors that are nearly all zeros; by their storages."""
+    subnormals: Mapping[int, float] = field(default_factory=dict)
+    """Of ops that really ran on a CPU: the share of subnormal numbers in what they read, by storages that have some."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)

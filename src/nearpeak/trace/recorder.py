@@ -474,6 +474,7 @@ class Recorder(TorchDispatchMode):
             python=None if self.python_time is None else self.python_time.stretches(),
             calls=tuple(self.modules.calls),
             nonzeros=self._values.nonzeros,
+            subnormals=self._values.subnormals,
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),

@@ -1,4 +1,5 @@
-"""`SeenValues`: what the values of tensors tell about a step: padded batches, and matrices that are nearly all zeros.
+"""`SeenValues`: what the values of tensors tell about a step: padded batches, matrices that are nearly all zeros, and
+numbers that a CPU is slow with.
 
 Only the step that is traced is looked at, which is not timed: on a device, a look waits for the values. What is looked
 at is bounded: one look for each storage, samples of large tensors, and no further look at tensors of a shape that had
@@ -67,6 +68,7 @@ MAX_PADDING_INSIDE = 0.02
 MIN_MATRIX_ELEMENTS = 1 << 12
 """Smaller matrices are not looked at."""
 SAMPLED_ROWS = 128
+SAMPLED_NUMBERS = 4096
 VAIN_LOOKS = 3
 """At tensors of one shape that an operator reads: further ones are not looked at."""
 
@@ -79,6 +81,7 @@ class SeenValues:
         self._reads = reads
         self._padding: dict[int, Padding | None] = {}
         self._nonzeros: dict[int, Nonzeros] = {}
+        self._subnormals: dict[int, float] = {}
         self._vain: dict[tuple[str, tuple[int, ...]], int] = {}
         """Looks that found nothing, by operator and shape."""
 
@@ -92,6 +95,11 @@ class SeenValues:
         """Of tensors that are nearly all zeros, by their storages."""
         return {storage: nonzeros for storage, nonzeros in self._nonzeros.items() if nonzeros.share <= Nonzeros.MOST}
 
+    @property
+    def subnormals(self) -> dict[int, float]:
+        """The share of subnormal numbers in tensors on the CPU, by their storages."""
+        return {storage: share for storage, share in self._subnormals.items() if share}
+
     def look(self, schema: OperatorSchema, arguments: Mapping[str, Any], args: tuple[Any, ...]) -> None:
         """Looks at what an op is about to read."""
         if not self._reads:
@@ -104,6 +112,8 @@ class SeenValues:
             # Gradients are zeros where nobody read the result.
             if len(args) > position and torch._C._current_graph_task_id() == -1:
                 self._look_at_matrix(schema.name, arguments.get(schema.arguments[position]), args[position])
+        for name, value in zip(schema.arguments, args, strict=False):
+            self._look_at_numbers(schema.name, arguments.get(name), value)
 
     def look_at_results(self, schema: OperatorSchema, seen: tuple[Tensor, ...], result: Any) -> None:
         """Looks at what an op has written."""
@@ -144,6 +154,34 @@ class SeenValues:
         self._nonzeros[seen.storage] = nonzeros
         if nonzeros.share > Nonzeros.MOST:
             self._vain[key] = self._vain.get(key, 0) + 1
+
+    def _look_at_numbers(self, name: str, seen: Any, numbers: Any) -> None:
+        if not isinstance(seen, Tensor) or seen.elements < MIN_MATRIX_ELEMENTS or seen.storage in self._subnormals:
+            return
+        key = f"{name} numbers", seen.shape
+        if numbers.device.type != "cpu" or not _is_readable(numbers) or numbers.dtype not in _SLOW_SUBNORMALS:
+            return
+        if self._vain.get(key, 0) >= VAIN_LOOKS:
+            return
+        share = self._subnormals[seen.storage] = subnormal_share(numbers)
+        if not share:
+            self._vain[key] = self._vain.get(key, 0) + 1
+
+
+_SLOW_SUBNORMALS = frozenset({torch.float32, torch.float64})
+
+
+def subnormal_share(numbers: torch.Tensor) -> float:
+    """The share of a sample of floating-point numbers that is too small to be normal, and not zero.
+
+    >>> subnormal_share(torch.tensor([1.0, 0.0, 1e-40, -1e-42]))
+    0.5
+    """
+    with torch.no_grad():
+        rows = numbers if numbers.is_contiguous() else numbers[:: max(1, len(numbers) // SAMPLED_ROWS)].contiguous()
+        apart = rows.numel() // SAMPLED_NUMBERS | 1  # odd, so that it is not always the same column of a power of 2
+        sizes = rows.view(-1)[::apart].abs()
+        return float(((sizes > 0) & (sizes < torch.finfo(sizes.dtype).tiny)).double().mean())
 
 
 def nonzeros_of(matrix: torch.Tensor) -> Nonzeros:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
-from nearpeak.findings.what_if import gemm_op
+from nearpeak.findings.what_if import gemm_op, seconds_by_size
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
@@ -42,7 +42,7 @@ def linear_after_gather(step: Step) -> Iterator[Waste]:
     forward = {index for rows in found for index in rows.remaining}
     for rows in found:
         remaining = rows.remaining | _in_backward(step, rows, forward)
-        gains = {index: step.time(index) * (1.0 - share) for index, share in remaining.items() if step.time(index)}
+        gains = {index: seconds_by_size(step, index) * (1.0 - share) for index, share in remaining.items()}
         saved_s, shorter_s = sum(gains.values()), sum(max(0.0, gain) for gain in gains.values())
         if saved_s <= 0.0:
             continue

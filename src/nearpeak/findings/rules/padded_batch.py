@@ -9,6 +9,7 @@ from typing import Any
 from nearpeak.bound.tiles import FACTORS
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
+from nearpeak.findings.what_if import seconds_by_size
 from nearpeak.ops.op import Op, Padding
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import percent, seconds
@@ -243,7 +244,7 @@ def _gains(step: Step, places: _Places, shares: Sequence[float]) -> dict[int, fl
             shorter = [step.expected(_shortened(op, family, dims, share)) for share in shares]
             known[key] = 1 - sum(map(float, filter(None, shorter))) / len(shares) / whole if whole else 0.0
         if known[key] > 0.0:
-            gains[index] = took * known[key]
+            gains[index] = seconds_by_size(step, index) * known[key]
     return gains
 
 

@@ -11,6 +11,7 @@ from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.liveness import left_storages
 from nearpeak.findings.rules.logits_kept import logits_kept
 from nearpeak.findings.step import Step, shape_text
+from nearpeak.findings.what_if import seconds_by_size
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
@@ -63,7 +64,7 @@ def _waste(
     for index, op in enumerate(step.ops):  # what the backward pass does for the rest goes too
         share = shares.get((paths[index], op.module))
         if op.phase == "backward" and share is not None and step.touches[index].writes:
-            gains[index] = (1 - share) * step.time(index)
+            gains[index] = (1 - share) * seconds_by_size(step, index)
     gains = {index: gain for index, gain in gains.items() if gain > 0.0}
     if not gains:
         return
@@ -119,7 +120,7 @@ def _gain(step: Step, index: int, used: Sizes) -> float:
     whole_s, part_s = step.expected(op), step.expected(smaller)
     if whole_s and part_s is not None and op.inputs:
         share = min(1.0, max(share, part_s / whole_s))
-    return (1 - share) * step.time(index)
+    return (1 - share) * seconds_by_size(step, index)
 
 
 def _with_parts(value: Any, parts: Mapping[int, Sizes]) -> Any:
