@@ -313,17 +313,26 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     the best few are shown with the reason. A step's time has its parts, which sum
     to it, and what hides behind them; tokens per second, MFU and HFU; cost and
     energy; an error bar from validation, and the weakest source of a figure.
+    --from: a profile of the same model with a few layers on one GPU of the cluster,
+    as `nearpeak profile` saves it, sets the pace of computation.
 
     examples:
       nearpeak plan train llama-3-70b --on "h100-sxm x 64" --tp 4 --pp 4 --virtual 5 --batch 128 --sequence 8k
       nearpeak plan train llama-3-70b --on "h100-sxm x 64" --sequence 8k --price 2.5
       nearpeak plan train deepseek-v3 --on "gb200 x 256" --precision mxfp8 -o plan.html
+      nearpeak plan train llama-3-8b --on "h200-sxm x 64" --sharding zero3 --from two_layers.json
     """
     add_model(parser)
     add_cluster(parser, required=True)
     add_layout(parser)
     add_job(parser)
     parser.add_argument("--price", type=float, metavar="DOLLARS", help="of one GPU for an hour: adds the cost")
+    parser.add_argument(
+        "--from",
+        dest="profile",
+        metavar="PROFILE",
+        help="a profile of a step of the model with a few layers, on one such GPU: sets the pace",
+    )
     parser.add_argument("--top", type=int, default=5, metavar="N", help="how many layouts a search shows (5)")
     add_results(parser)
 
@@ -340,7 +349,13 @@ def run_train(arguments: argparse.Namespace) -> int:
     model, cluster = model_of(arguments), cluster_of(arguments)
     if has_layout(arguments):
         job = job_of(arguments, model, cluster, tokens=STEP_TOKENS)
-        plan = training_plan(job, cluster, price=arguments.price)
+        calibration = None
+        if arguments.profile is not None:
+            from nearpeak.plan.training.calibration import calibrate_plan
+            from nearpeak.profiles.file import read
+
+            calibration = calibrate_plan(read(arguments.profile), job, cluster)
+        plan = training_plan(job, cluster, price=arguments.price, calibration=calibration)
         write_plan(training_document(plan), plan, arguments, lambda: memory_sliders(plan.memory))
         return 0
 
@@ -354,9 +369,10 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
     from nearpeak.render.views.plan.sliders import memory_sliders
     from nearpeak.render.views.plan.training import search_document
 
-    for name in ("microbatch", "overlap", "trainable", "year"):
+    for name in ("microbatch", "overlap", "trainable", "year", "profile"):
         if getattr(arguments, name) not in (None, 1, 1.0):
-            raise UsageError(f"--{name} needs a layout: give --tp, --pp, --sharding or another option of it as well.")
+            option = "from" if name == "profile" else name
+            raise UsageError(f"--{option} needs a layout: give --tp, --pp, --sharding or another option of it as well.")
     answer = search_plan(
         model,
         cluster,

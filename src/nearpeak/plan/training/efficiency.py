@@ -91,6 +91,11 @@ class Efficiency:
     """Utilization of grouped GEMMs against single ones. Not fitted: the rest of an expert layer hides it."""
     straggle: float = 0.01
     """Relative growth of a step with each doubling of nodes: the slowest GPU, contention."""
+    layer_scale: float = 1.0
+    """Measured over planned computation of layers, from a profile of the user's (`calibration.py`); not fitted."""
+    output_scale: float = 1.0
+    """The same for embedding, output layer and loss."""
+    optimizer_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

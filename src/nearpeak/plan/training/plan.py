@@ -36,6 +36,7 @@ from nearpeak.plan.cluster.collectives import collective_seconds
 from nearpeak.plan.models.find import size_in_name
 from nearpeak.plan.models.model import Model
 from nearpeak.plan.provenance import Provenance, weakest
+from nearpeak.plan.training.calibration import Calibration
 from nearpeak.plan.training.efficiency import fitted_generation, load_efficiency
 from nearpeak.plan.training.job import Job
 from nearpeak.plan.training.layout import Layout
@@ -102,6 +103,8 @@ class TrainingPlan(Result):
     provenance: Provenance
     """The weakest of `provenances`."""
     provenances: tuple[Provenance, ...]
+    calibration: Calibration | None = None
+    """The measured step that set the pace, where there was one."""
 
     def __repr__(self) -> str:
         where = f"{self.cluster.gpus} x {self.cluster.machine.id}"
@@ -141,16 +144,24 @@ def memory_plan(job: Job, cluster: Cluster | None = None, planner: Planner | Non
 
 
 def training_plan(
-    job: Job, cluster: Cluster, *, price: float | None = None, planner: Planner | None = None
+    job: Job,
+    cluster: Cluster,
+    *,
+    price: float | None = None,
+    planner: Planner | None = None,
+    calibration: Calibration | None = None,
 ) -> TrainingPlan:
-    """One step of `job` on `cluster` with its memory, cost and energy. `price` is dollars per GPU and hour."""
+    """One step of `job` on `cluster` with its memory, cost and energy. `price` is dollars per GPU and hour.
+
+    `calibration` has the constants of a measured step of a few layers (`calibrate_plan`).
+    """
     if price is not None and not 0 <= price < float("inf"):
         raise UsageError(f"price={price!r} must be at least 0 dollars per GPU and hour. Nearest: price=0.")
-    planner = planner or Planner(cluster)
+    planner = planner or Planner(cluster, None if calibration is None else calibration.efficiency)
     time = planner.time(job)
     gpu_seconds = job.layout.gpus * time.seconds / time.tokens * 1e6
     watts = cluster.machine.power_watts
-    provenances = _provenances(job, cluster, time)
+    provenances = _provenances(job, cluster, time, calibration)
     return TrainingPlan(
         job=job,
         cluster=cluster,
@@ -162,10 +173,13 @@ def training_plan(
         error=training_error(job.model, cluster.machine),
         provenance=weakest(*provenances),
         provenances=provenances,
+        calibration=calibration,
     )
 
 
-def _provenances(job: Job, cluster: Cluster, time: TrainingTime) -> tuple[Provenance, ...]:
+def _provenances(
+    job: Job, cluster: Cluster, time: TrainingTime, calibration: Calibration | None
+) -> tuple[Provenance, ...]:
     """Provenance of the constants behind the larger parts of a step."""
     kind, parts = fitted_generation(cluster.machine), time.parts
     shares = {name: value / time.seconds for name, value in parts.items()}
@@ -179,7 +193,10 @@ def _provenances(job: Job, cluster: Cluster, time: TrainingTime) -> tuple[Proven
     if shares["stragglers"] > NEGLIGIBLE_SHARE:
         names.append("straggle")
     provenances = list(load_efficiency().of(*names))
-    if not _has_fitted_runs(cluster.machine):
+    if calibration is not None:
+        beyond = ("straggle",) if "straggle" in names else ()  # one GPU does not show it
+        provenances = [Provenance(kind="measured", text=calibration.text), *load_efficiency().of(*beyond)]
+    elif not _has_fitted_runs(cluster.machine):
         provenances.append(
             Provenance(kind="transferred", text=f"no run on {cluster.machine.architecture}: utilization of {kind}")
         )

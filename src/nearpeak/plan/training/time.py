@@ -320,6 +320,12 @@ class Planner:
             optimizer=self._optimizer_seconds(job, stage),
         )
 
+    def compute_seconds(self, job: Job) -> tuple[float, float]:
+        """Computation of one microbatch on one GPU: of all layers with what they recompute, and of the output layer."""
+        stage = self.stage(job, pipeline_stage(job.model, job.layout, 0))
+        output = self._layer_seconds(job).output.total * (1 + job.model.predictions)
+        return stage.compute.total + stage.recompute - output, output
+
     def _layer_seconds(self, job: Job) -> LayerSeconds:
         """One mixer and one feed of each kind, the output layer, and their communication, for one microbatch."""
         layout, model = job.layout, job.model
@@ -329,11 +335,13 @@ class Planner:
         )  # fmt: skip
         if key not in self._layers:
             rates, collectives = self._rates_for(job), self.collectives
+            layer, output = self.efficiency.layer_scale, self.efficiency.output_scale
+            kinds = {letters: sorted(set(letters) - {"-"}) for letters in (model.mixers, model.feeds)}
             self._layers[key] = LayerSeconds(
-                mixers={kind: mixer_seconds(job, kind, rates) for kind in sorted(set(model.mixers) - {"-"})},
-                feeds={kind: feed_seconds(job, kind, rates) for kind in sorted(set(model.feeds) - {"-"})},
-                output=output_seconds(job, rates),
-                mla_up=_mla_up_seconds(job, rates),
+                mixers={kind: mixer_seconds(job, kind, rates).scaled(layer) for kind in kinds[model.mixers]},
+                feeds={kind: feed_seconds(job, kind, rates).scaled(layer) for kind in kinds[model.feeds]},
+                output=output_seconds(job, rates).scaled(output),
+                mla_up=layer * _mla_up_seconds(job, rates),
                 tensor=tensor_seconds(job, collectives),
                 context=context_seconds(job, collectives),
                 experts=expert_seconds(job, collectives),
@@ -418,6 +426,7 @@ class Planner:
         moved = updated * (2 * precision.optimizer + precision.parameters) + 3 * summed * precision.gradients
         assert machine.theoretical is not None
         seconds = job.trainable * moved / (self.efficiency.memory * machine.theoretical.bandwidth)
+        seconds *= self.efficiency.optimizer_scale
         if layout.offload != "none" and machine.pcie is not None:
             seconds += job.trainable * 2 * updated * precision.optimizer / (OFFLOAD_SHARE * machine.pcie.bandwidth)
         return seconds
@@ -511,6 +520,12 @@ class ComputeSeconds:
     def total(self) -> float:
         """The four kinds together."""
         return self.gemm + self.attention + self.memory + self.casts
+
+    def scaled(self, factor: float) -> ComputeSeconds:
+        """All of it `factor` times as long."""
+        scaled = ComputeSeconds()
+        scaled.add(self, factor)
+        return scaled
 
     def add(self, other: ComputeSeconds, times: float) -> None:
         """Add `times` of another piece of work."""

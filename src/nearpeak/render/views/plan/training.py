@@ -288,6 +288,7 @@ def training_document(plan: TrainingPlan) -> Document:
         facts=(
             f"{layout_text(plan.job)}.",
             f"{plan.job.precision.name}, {plan.job.software} software of {plan.job.year:g}.",
+            *([f"Measured: {plan.calibration.text}."] if plan.calibration is not None else []),
         ),
         parts=(
             time_by_part(time),
