@@ -1,0 +1,296 @@
+"""RMSNorm and LayerNorm, however they are written, and the addition before them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from nearpeak import kernels
+from nearpeak.errors import UsageError
+from nearpeak.fixes.edits import Edits
+from nearpeak.fixes.patterns.blocks import confirm_rewrite
+from nearpeak.fixes.patterns.confirm import (
+    Draws,
+    Forward,
+    Memo,
+    Settings,
+    agree,
+    bare_copy,
+    current_forward,
+    has_hooks,
+    kind_of,
+)
+from nearpeak.fixes.patterns.dataflow import (
+    child_name,
+    children_of,
+    numbers_of,
+    op_name,
+    op_names,
+    own_children,
+    own_forward,
+    set_rewritten_forward,
+    trace_forward,
+    traceable,
+)
+from nearpeak.fixes.registry import ModelRun, ModuleCall, Site, fix
+from nearpeak.kernels._runtime.policy import autocast_dtype
+
+_OPS = frozenset(
+    "to pow mul mean add rsqrt sqrt div sub var var_mean std std_mean sum native_layer_norm _fused_rms_norm"
+    " linalg_vector_norm norm clone view unsqueeze reciprocal neg expand detach alias contiguous getitem abs"
+    " permute transpose clamp_min maximum".split()
+)
+_REDUCTIONS = frozenset("mean sum var var_mean std std_mean linalg_vector_norm norm".split())
+_FUSED = frozenset(("native_layer_norm", "_fused_rms_norm", "layer_norm", "rms_norm"))
+_LARGEST_EPS = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Norm:
+    """What a module computes: x / sqrt(mean(x**2) + eps) * (offset + weight) + bias, of x less its mean if centered."""
+
+    centered: bool
+    eps: float
+    offset: float
+    weight: str | None
+    """The name of the parameter in the module."""
+    bias: str | None
+    columns: int
+    is_fused: bool
+    """Whether it is one op of torch already."""
+    result_dtypes: dict[Any, torch.dtype] = field(default_factory=dict)
+    """By the dtypes of x and weight and that of autocast: some norms return the dtype of x, some that of the product
+    with the weight."""
+
+    def __str__(self) -> str:
+        name = "LayerNorm" if self.centered else "RMSNorm"
+        offset = f", weight + {self.offset:g}" if self.offset else ""
+        return f"{name} of {self.columns}, eps {self.eps:g}{offset}"
+
+    def __call__(self, module: nn.Module, x: Tensor) -> Tensor:
+        """The kernel, with the parameters that the module has now."""
+        weight = None if self.weight is None else getattr(module, self.weight)
+        bias = None if self.bias is None else getattr(module, self.bias)
+        if self.centered:
+            return kernels.layer_norm(x, weight, bias, eps=self.eps)
+        return kernels.rms_norm(x, weight, bias=bias, eps=self.eps, offset=self.offset)
+
+    def after_add(self, module: nn.Module, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the sum, and the sum."""
+        weight = None if self.weight is None else getattr(module, self.weight)
+        bias = None if self.bias is None else getattr(module, self.bias)
+        if self.centered:
+            return kernels.add_layer_norm(x, residual, weight, bias, eps=self.eps)
+        return kernels.add_rms_norm(x, residual, weight, bias=bias, eps=self.eps, offset=self.offset)
+
+    def result_dtype(self, module: nn.Module, x: Tensor, original: Forward) -> torch.dtype | None:
+        """What the module returns for such an x: asked once with a row of zeros."""
+        weight = None if self.weight is None else getattr(module, self.weight)
+        key = (x.dtype, None if weight is None else weight.dtype, x.device.type, autocast_dtype(x.device))
+        known = self.result_dtypes.get(key)
+        if known is None and not torch.compiler.is_compiling():
+            row = torch.zeros((1,) * (x.dim() - 1) + (self.columns,), dtype=x.dtype, device=x.device)
+            with torch.no_grad():
+                known = self.result_dtypes[key] = original(module, row).dtype
+        return known
+
+
+def recognize_norm(call: ModuleCall) -> Norm | None:
+    """The norm that a module computes, confirmed on drawn numbers; None if it computes something else."""
+    own = vars(call.module).get("forward")
+    for cell in getattr(own, "__closure__", None) or ():  # it has been replaced already
+        if isinstance(cell.cell_contents, Norm):
+            return cell.cell_contents
+    tensors = [value for value in (*call.args, *call.kwargs.values()) if value is not None]
+    if len(tensors) != 1 or not isinstance(tensors[0], Tensor) or call.children or not isinstance(call.output, Tensor):
+        return None
+    x = tensors[0]
+    if not x.dim() or not x.is_floating_point() or call.output.shape != x.shape or x.shape[-1] < 2:
+        return None
+    names = {name.split(".")[1] for name in call.ops if name.startswith("aten.")}
+    if not names & (_REDUCTIONS | _FUSED):
+        return None
+    kind = kind_of(call.module, x.shape[-1], x.dim(), x.dtype, call.autocast)
+    found: Norm | None = _NORMS.get(kind, lambda: _recognize(call, x))
+    return found
+
+
+_NORMS = Memo()
+
+
+def _recognize(call: ModuleCall, x: Tensor) -> Norm | None:
+    module = call.module
+    traced = call.graph()
+    if traced is None:
+        return None
+    names = op_names(traced.graph)
+    if not set(names) <= _OPS or not set(names) & (_REDUCTIONS | _FUSED):
+        return None
+    columns = x.shape[-1]
+    used = [node for node in traced.graph.find_nodes(op="placeholder") if "parameter" in node.meta and node.users]
+    if any(tuple(node.meta["val"].shape) != (columns,) for node in used) or len(used) > 2:
+        return None
+    parameters = [node.meta["parameter"] for node in used]
+    if any("." in name or name not in module._parameters for name in parameters):
+        return None
+    is_fused = any(name in _FUSED for name in names)
+    eps_values = [number for number in numbers_of(traced.graph) if 0.0 < number <= _LARGEST_EPS] + [0.0]
+    orders = [(a, b) for a, b in itertools.permutations([*parameters, None, None], 2) if {a, b} >= set(parameters)]
+    original = current_forward(module)
+    for centered, eps, (weight, bias), offset in itertools.product(
+        (False, True), eps_values, dict.fromkeys(orders), (0.0, 1.0)
+    ):
+        if offset and (weight is None or centered):
+            continue
+        norm = Norm(
+            centered=centered, eps=eps, offset=offset, weight=weight, bias=bias, columns=columns, is_fused=is_fused
+        )  # fmt: skip
+        if _confirm(module, original, norm, x.dim()):
+            return norm
+    return None
+
+
+def _confirm(module: nn.Module, original: Forward, norm: Norm, ndim: int) -> bool:
+    """Rows of several sizes: eps decides the result where squares are as small as it is. And in float32, for an eps
+    that depends on the dtype."""
+    for dtype in (torch.float64, torch.float32):
+        draws = Draws()
+        copy = bare_copy(module, draws, dtype)
+        scales = [1.0, 1e-3, max(norm.eps, 1e-12) ** 0.5, 30.0]
+        shape = (*(2, 3, 2, 2, 2)[: ndim - 1], norm.columns)
+        inputs: list[Any] = [(((draws.normal(*shape, dtype=dtype) + 0.5) * scale,), {}) for scale in scales]
+        parameters = [parameter for parameter in copy.parameters(recurse=False)]
+        same = agree(
+            lambda value, copy=copy: original(copy, value),
+            lambda value, copy=copy: norm(copy, value),
+            inputs,
+            parameters,
+            dtype=dtype,
+        )
+        if not same:
+            return False
+    return True
+
+
+def norm_forward(norm: Norm, module: nn.Module) -> Forward:
+    """A forward that runs the kernel for what was recognized, and the module's own forward for everything else."""
+    original, settings = current_forward(module), Settings(module)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else next(iter(kwargs.values())) if len(kwargs) == 1 else None
+        if isinstance(x, Tensor) and x.dim() and x.shape[-1] == norm.columns and settings.hold(self):
+            dtype = norm.result_dtype(self, x, original)
+            if dtype is not None:
+                return norm(self, x if x.dtype == dtype else x.to(dtype))
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+@fix("norm", "norms as one kernel", order=20)
+def norms(run: ModelRun) -> Iterator[Site]:
+    """Modules that normalize rows."""
+    for call in run.calls:
+        norm = recognize_norm(call)
+        if norm is None or (norm.is_fused and run.device.type != "cuda"):
+            continue
+        yield Site(call=call, what=str(norm), change=partial(_replace, norm, call.module))
+
+
+def _replace(norm: Norm, module: nn.Module, edits: Edits) -> None:
+    edits.set_forward(module, norm_forward(norm, module))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _AddNorms:
+    """Rewrites `norm(a + b)` in the graph of a forward."""
+
+    norms: dict[str, Norm]
+    """By the path of the child."""
+
+    def __call__(self, graph: fx.Graph) -> Iterable[str]:
+        for node, path in list(children_of(graph)):
+            total = node.args[0] if len(node.args) == 1 and not node.kwargs else None
+            if path not in self.norms or not isinstance(total, fx.Node) or not _is_plain_sum(total):
+                continue
+            residual, x = total.args
+            with graph.inserting_after(total):
+                module = graph.get_attr(path)
+            with graph.inserting_after(module):
+                both = graph.call_function(add_norm(self.norms[path]), (module, x, residual))
+            with graph.inserting_after(both):
+                normed = graph.call_function(_first, (both,))
+                new_total = graph.call_function(_second, (both,))
+            node.replace_all_uses_with(normed)
+            graph.erase_node(node)
+            total.replace_all_uses_with(new_total)
+            graph.erase_node(total)
+            yield path
+
+
+def _first(pair: Any) -> Any:
+    return pair[0]
+
+
+def _second(pair: Any) -> Any:
+    return pair[1]
+
+
+_first, _second = traceable(_first), traceable(_second)
+
+
+def _is_plain_sum(total: fx.Node) -> bool:
+    return (
+        op_name(total) == "add"
+        and len(total.args) == 2
+        and not total.kwargs
+        and all(isinstance(arg, fx.Node) for arg in total.args)
+    )
+
+
+def add_norm(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The norm of a sum, and the sum, as one kernel where both are tensors of one shape and dtype."""
+
+    def add_and_normalize(module: nn.Module, x: Any, residual: Any) -> tuple[Tensor, Tensor]:
+        same = isinstance(x, Tensor) and isinstance(residual, Tensor) and x.shape == residual.shape
+        if same and x.dtype == residual.dtype == norm.result_dtype(module, x, current_forward(module)):
+            return norm.after_add(module, x, residual)
+        total = residual + x
+        return module(total), total
+
+    return traceable(add_and_normalize)
+
+
+@fix("add-norm", "additions before norms in the kernel of the norm", order=40)
+def add_norms(run: ModelRun) -> Iterator[Site]:
+    """Forwards that add two tensors and pass the sum to a child that normalizes."""
+    for call in run.calls:
+        norms = {
+            child_name(call, child): norm
+            for child in own_children(run, call)
+            if not has_hooks(child.module) and (norm := recognize_norm(child)) is not None
+        }
+        if not norms:
+            continue
+        rewrite = _AddNorms(norms=norms)
+        try:
+            traced = trace_forward(own_forward(run, call), call.module.training)
+        except UsageError:
+            continue  # most forwards with a norm have no sum before it: not a site
+        replaced = list(rewrite(traced.graph))
+        if not replaced:
+            continue
+        what = "; ".join(f"sum, {norms[path]} ({path})" for path in replaced)
+        skip = confirm_rewrite(run, call, rewrite, keep=norms) or ""
+        x = torch.empty(1, norms[replaced[0]].columns, device=run.device, dtype=torch.float32)
+        skip = skip or kernels.supports(kernels.add_rms_norm, x, x).reason
+        yield Site(
+            call=call, what=what, skip=skip,
+            change=partial(set_rewritten_forward, own_forward(run, call), rewrite),
+        )  # fmt: skip
