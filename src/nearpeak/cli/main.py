@@ -16,7 +16,7 @@ from nearpeak import __version__
 from nearpeak._display import printable
 from nearpeak._stage_times import TIMES
 from nearpeak.cli.output import Streams, narrate, narrate_text
-from nearpeak.cli.verbs import bench, diff, doctor, estimate, gallery, machine, plan, profile, report
+from nearpeak.cli.verbs import bench, comm, diff, doctor, estimate, gallery, machine, plan, profile, report
 from nearpeak.errors import (
     EXIT_INTERRUPTED,
     EnvironmentProblem,
@@ -46,6 +46,7 @@ VERBS: dict[str, Verb] = {
     "profile": profile,
     "report": report,
     "diff": diff,
+    "comm": comm,
     "plan": plan,
     "gallery": gallery,
     "doctor": doctor,
@@ -158,6 +159,7 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments, unknown = parser.parse_known_args(given)
     if unknown:
         raise UsageError(_unknown_text(given, unknown))
+    arguments.given = given
     arguments.ends_process = argv is None  # nothing but the report follows a script
     arguments.own_filter = warnings.filters[0]  # a script has it not
     if arguments.verb is None:

@@ -65,25 +65,44 @@ def quality_flags(
 
 def _series_flags(prepared: PreparedCase, blocks: Sequence[Block], options: Options, converged: bool) -> Iterator[Flag]:
     values = [block.seconds for block in blocks]
-    middle, interval = interval_of(blocks, options)
-    if not converged:
-        half = interval.half_width(middle)
-        evidence = f"half the interval is {percent(half, 2)} of the median, {percent(options.precision, 2)} was asked"
-        yield make_flag("PRECISION_NOT_REACHED", f"{evidence} ({len(blocks)} blocks)")
-    drift = trend(values)
-    if drift.p_value < 0.01 and abs(drift.change) > max(0.01, 2 * options.precision):
-        evidence = f"{percent(drift.change, 1)} from the first to the last block (p = {drift.p_value:.1e}"
-        yield make_flag("DRIFT", f"{evidence}, neighbors correlate by {lag1(values):.2f})")
-    hidden = [block.launch_hidden for block in blocks if block.launch_hidden is not None]
-    exposed = hidden.count(False)
-    if exposed > 0.1 * len(hidden):
-        evidence = f"in {exposed} of {len(hidden)} blocks the device ran dry while calls were enqueued"
-        yield make_flag("LAUNCH_NOT_HIDDEN", evidence)
     readings = values
     if not isinstance(prepared.sampler, RegressionSampler):  # whose readings are two sums, not calls
         readings = [reading for block in blocks for reading in block.readings]
-    humps = modality(readings)
     jitter = EVENT_JITTER_SECONDS if isinstance(prepared.sampler, (EventSampler, GraphSampler)) else 0.0
+    yield from series_flags(values, readings, options, converged=converged, jitter=jitter)
+    hidden = [block.launch_hidden for block in blocks if block.launch_hidden is not None]
+    yield from launch_flags(hidden, "blocks")
+
+
+def launch_flags(hidden: Sequence[bool], unit: str) -> Iterator[Flag]:
+    """Whether the device waited for the host, in too many blocks or calls."""
+    exposed = hidden.count(False)
+    if exposed > 0.1 * len(hidden):
+        evidence = f"in {exposed} of {len(hidden)} {unit} the device ran dry while calls were enqueued"
+        yield make_flag("LAUNCH_NOT_HIDDEN", evidence)
+
+
+def series_flags(
+    values: Sequence[float],
+    readings: Sequence[float],
+    options: Options,
+    *,
+    converged: bool,
+    jitter: float = 0.0,
+    unit: str = "block",
+) -> Iterator[Flag]:
+    """What is doubtful about a series of times, and about the calls that they are made of."""
+    middle = median(values)
+    interval = median_interval(values, options.confidence, inflate=inflation(values))
+    if not converged:
+        half = interval.half_width(middle)
+        evidence = f"half the interval is {percent(half, 2)} of the median, {percent(options.precision, 2)} was asked"
+        yield make_flag("PRECISION_NOT_REACHED", f"{evidence} ({len(values)} {unit}s)")
+    drift = trend(values)
+    if drift.p_value < 0.01 and abs(drift.change) > max(0.01, 2 * options.precision):
+        evidence = f"{percent(drift.change, 1)} from the first to the last {unit} (p = {drift.p_value:.1e}"
+        yield make_flag("DRIFT", f"{evidence}, neighbors correlate by {lag1(values):.2f})")
+    humps = modality(readings)
     if len(readings) >= 40 and humps > 2.8 and quantile(readings, 0.9) > 1.05 * quantile(readings, 0.1) + jitter:
         evidence = f"m-value {humps:.1f} over {len(readings)} readings, 10 % to 90 %: "
         spread = f"{seconds(quantile(readings, 0.1))} to {seconds(quantile(readings, 0.9))}"

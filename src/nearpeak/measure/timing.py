@@ -267,6 +267,15 @@ _FLAGS: dict[str, tuple[Severity, str]] = {
     ),
     "INPUT_MUTATED": ("doubt", "The call changes its inputs: pass `reset` to restore them outside the timed region."),
     "OUTPUT_NONFINITE": ("doubt", "The result has infinities or NaNs: check the inputs, or pass `reset`."),
+    "RANKS_SKEWED": (
+        "note",
+        "Ranks enter the call at different times: look for one that shares its processor, or a busy host.",
+    ),
+    "WRONG_RESULT": ("wrong", "Do not train on it: check the link, the driver and the library of collectives."),
+    "ABOVE_LINK": (
+        "note",
+        "A switch that reduces sends less than a ring; otherwise the catalogue has another link than this machine.",
+    ),
     "PRECISION_NOT_REACHED": ("doubt", "Give it more time with max_seconds, or accept a wider interval."),
     "PARTIAL": ("doubt", "The run was interrupted: measure again."),
 }

@@ -21,6 +21,7 @@ VIEWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("measure.timing", "Timing"): ("timing", "document"),
     ("measure.timing", "Comparison"): ("timing", "comparison_document"),
     ("measure.timing", "Sweep"): ("sweep", "document"),
+    ("comm.result", "CommRun"): ("comm", "document"),
     ("bound.estimate", "Estimate"): ("estimate", "document"),
     ("profiles.profile", "Profile"): ("profile", "document"),
     ("profiles.finding", "Finding"): ("finding", "document"),
