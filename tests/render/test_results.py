@@ -8,6 +8,7 @@ from dataclasses import is_dataclass, replace
 from pathlib import Path
 
 import pytest
+from comm_runs import run as comm_run  # type: ignore[import-not-found]
 from estimates import addition, estimate, product  # type: ignore[import-not-found]
 from real_runs import real  # type: ignore[import-not-found]
 
@@ -88,6 +89,7 @@ MADE = {
     "Timing": (timing, "<Timing of softmax: 10.00 us [9.90, 10.10] device time, 50.0 % of the bound, grade A>"),
     "Comparison": (comparison, "<Comparison: fused is FASTER against plain, 0.500 x the time [0.490, 0.510]>"),
     "Sweep": (sweep, "<Sweep of copy over 3 rows: 2 timings, 1 failed>"),
+    "CommRun": (comm_run, "<Collectives over 8 ranks with nccl 2.27.3: 18 points, up to 170 GB/s of bus bandwidth>"),
     "Estimate": (lambda: estimate([product(), addition()]), "<Estimate of 2 ops on toy: as written 2.00 ms, fused "),
     "Profile": (lambda: real("vit_second"), "<Profile of train.py on NVIDIA H200: 50.4 ms a step, ideal 0 s>"),
     "Finding": (lambda: FINDING, "<unfused-norm at model.py:41: saves 800 ms, 8.0 %>"),
