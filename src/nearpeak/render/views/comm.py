@@ -190,8 +190,8 @@ def _patterns(patterns: Sequence[PatternTiming]) -> Iterator[Block]:
         ),
         align="lrrrrrrl",
         note="compute: the step without communication. comm: its collectives one after the other. exposed: step less "
-        "compute, with what the framework adds. hidden: the share of comm that is not exposed. predicted: the step from compute and the fitted "
-        "times. result: against one rank that computes all of it.",
+        "compute, with what the framework adds. hidden: the share of comm that is not exposed. predicted: the step "
+        "from compute and the fitted times. result: against one rank that computes all of it.",
     )
     yield Items(
         title="",
