@@ -28,13 +28,24 @@ NAMES = (
     "tiling_ladder",
     "kv_cache",
     "asymptotics",
+    "cuda_kernel",
+    "memory_hierarchy",
+    "flash_triton",
+    "fused_layer",
+    "fewer_operations",
+    "power",
 )
 H100 = nearpeak.machine("h100-sxm").achievable
 assert H100 is not None
 SMALL = {
     (8, 2, 1024, 64): (4, 2, 128, 16),
     (4096, 1024): (64, 32),
-    (2048, 8, 384): (64, 2, 16),
+    (1024, 384): (16, 16),
+    (2, 4, 512, 64): (1, 2, 32, 16),
+    (512, 256, 256): (16, 32, 32),
+    (2048, 512): (64, 16),
+    1024: 64,
+    512: 64,
     (16, 512, 2, 256, 256): (4, 64, 2, 16, 16),
     192: 64,
     (256, 2): (64, 1),
@@ -57,7 +68,8 @@ def test_predictions_are_finite(name: str, predicting: Callable[[str], ExampleRe
     assert all(row.predicted is not None and math.isfinite(row.predicted) and row.predicted > 0 for row in result.rows)
     assert all(row.measured is None for row in result.rows)
     text = pages.text(result)
-    assert "nan" not in text.replace("nan_to_num", "") and "None" not in text
+    assert "nan" not in text.replace("nan_to_num", "")
+    assert "None" not in text.replace(", None]", "").replace("[None,", "")  # axes in the source of kernels
     assert all(len(line) <= 80 for line in text.split("\n"))
     pictures = pages.document(result).pictures
     assert all(picture.svg.startswith("<svg") for picture in pictures)
@@ -195,11 +207,12 @@ def test_one_by_one_is_padded_without_zeros() -> None:
 
 def test_ladder(predicting: Callable[[str], ExampleResult], only: Callable[..., list[Table]]) -> None:
     (table,) = only(predicting("tiling_ladder"), Table)
-    # 96 bytes for 64 operations; 8 + 256 numbers of 2 bytes for 2 * 8 * 256; 128 / 2; 2 / 3 of 128
-    assert [row[2] for row in table.rows] == ["0.667", "7.76", "64.0", "64.0", "85.3", "-"]
+    # 96 bytes for 64 operations, 160 for 128, 192 for 256; 8 + 256 numbers of 2 bytes for 2 * 8 * 256; 128 / 2;
+    # 2 / 3 of 128
+    assert [row[2] for row in table.rows] == ["0.667", "0.800", "1.33", "7.76", "64.0", "64.0", "64.0", "85.3", "-"]
     found = list(seconds(predicting("tiling_ladder")).values())
-    assert found[1] == pytest.approx(2 * 4096**3 / H100.vector["float32"])
-    assert found[0] > found[1] > found[3] and found[4] == found[5]
+    assert found[3] == pytest.approx(2 * 4096**3 / H100.vector["float32"])
+    assert found[0] > found[1] > found[2] > found[3] > found[5] and found[7] == found[8]
 
 
 def test_ladder_on_a_cpu_multiplies() -> None:

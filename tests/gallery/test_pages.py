@@ -14,9 +14,9 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("gallery_*.json"))
 def test_pages_are_of_the_committed_results(tmp_path):
     results = [gallery.load(path) for path in RESULTS]
     assert results
-    assert all(set(one) == set(NAMES) for one in results)
+    assert all(set(one) <= set(NAMES) for one in results)
     for name in NAMES:
-        found = [one[name] for one in results]
+        found = [one[name] for one in results if name in one]
         page = ROOT / "docs" / "gallery" / f"{name}.md"
         assert page.read_text() == gallery.page(name, found, tmp_path / "images"), (
             "run `python -m benchmarks.pages.gallery`"

@@ -86,6 +86,7 @@ def example(context: Context) -> Iterator[Part]:
     )
     yield _plot(tensor, expert)
     yield from prose(_starved(tensor, expert), _network(tensor, expert))
+    yield from _weak(cluster, dtype, {"TP": tensor, "EP": expert})
 
     small = context.pick(gpu=context.half, cpu=torch.float32)
     rows = list(_products(context, small))
@@ -129,6 +130,58 @@ def _plot(tensor: list[MoeDegree], expert: list[MoeDegree]) -> Plot:
         y_unit="x",
         log_x=True,
         log_y=True,
+    )
+
+
+def _weak(cluster: plan.Cluster, dtype: str, fixed: dict[str, list[MoeDegree]]) -> Iterator[Part]:
+    """The same with tokens that grow with the degree: memory time against compute time, a point for each degree."""
+    grown = [
+        item
+        for degree in [one.degree for one in fixed["TP"]]
+        for item in degrees(LAYER, TOKENS // 2 * degree, cluster, at=(degree,), dtype=dtype)
+    ]
+    growing = {
+        "TP": [one for one in grown if one.split == "tensor"],
+        "EP": [one for one in grown if one.split == "expert"],
+    }
+    series = [
+        Series(
+            name=f"{name}, {what}",
+            points=tuple((one.memory_seconds, one.compute_seconds) for one in items),
+            labels=tuple(f"{name} {one.degree}" for one in items),
+            dashed=what == "tokens fixed",
+            color=number,
+        )
+        for what, groups in (("tokens fixed", fixed), ("tokens grow", growing))
+        for number, (name, items) in enumerate(groups.items())
+    ]
+    times = [value for one in series for point in one.points for value in point]
+    series.append(
+        Series(
+            name="balance",
+            points=((min(times), min(times)), (max(times), max(times))),
+            markers=False,
+            dashed=True,
+            color=5,
+        )
+    )
+    yield Plot(
+        title="Memory time against compute time, degrees 2 to 64",
+        series=tuple(series),
+        x_label="memory time",
+        y_label="compute time",
+        x_unit="s",
+        log_x=True,
+        log_y=True,
+    )
+    first, last = ({name: items[place] for name, items in growing.items()} for place in (0, -1))
+    yield from prose(
+        f"In training the batch grows with the GPUs. With {TOKENS // 2} tokens per GPU, EP has the same tokens on a GPU"
+        " at every degree and ever fewer experts to read, so that its points fall towards less memory time at the same"
+        f" compute time: {last['EP'].memory_seconds / first['EP'].memory_seconds:.2f} times the memory time at degree"
+        f" {last['EP'].degree}. TP gives all tokens of the group to every GPU: its memory time grows"
+        f" {last['TP'].memory_seconds / first['TP'].memory_seconds:.1f} times, its compute time"
+        f" {last['TP'].compute_seconds / first['TP'].compute_seconds:.1f} times."
     )
 
 

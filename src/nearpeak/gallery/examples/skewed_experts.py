@@ -27,6 +27,9 @@ HEIGHTS = (16, 32, 64, 128, 256)
 TILE = (128, 256)
 """Rows and columns of a tile in the grouped product of a GPU."""
 
+TORCH_BAND = (0.8, 1.8)
+"""Band of torch's grouped product, whose tiles and order are not known."""
+
 
 def padded_rows(counts: Sequence[int], height: int) -> int:
     """Rows that are multiplied where each expert has whole tiles of this height."""
@@ -102,9 +105,11 @@ def example(context: Context) -> Iterator[Part]:
     weight = torch.randn(experts, columns, depth, dtype=dtype, device=context.tensors) / math.sqrt(depth)
     given = torch.randn(rows, depth, dtype=dtype, device=context.tensors)
     dense = context.predict(torch.mm, given, weight[0].mT)
-    grouped, whole = [], []
+    grouped, whole, by_torch = [], [], []
     for name, loads in counts.items():
         grouped.append(_grouped(context, f"grouped, {name}", loads, given, weight, dense))
+        if context.gpu:
+            by_torch.append(_by_torch(context, f"torch._grouped_mm, {name}", loads, given, weight, dense))
         blocks = torch.zeros(experts, max(loads), depth, dtype=dtype, device=context.tensors)
         if context.measures:
             for block, piece in zip(blocks, given.split(loads), strict=True):
@@ -117,12 +122,14 @@ def example(context: Context) -> Iterator[Part]:
         if context.gpu
         else "Grouped: a product for each expert, one after the other, each predicted by itself."
     )
-    yield prediction_table("Time of a layer's product", [*grouped, *whole], note=note)
-    slower = {"grouped": grouped, "padded": whole}
+    yield prediction_table("Time of a layer's product", [*grouped, *by_torch, *whole], note=note)
+    slower = {"grouped": grouped, **({"torch._grouped_mm": by_torch} if by_torch else {}), "padded": whole}
     said = [f"{way} {significant(_seconds(pair[1]) / _seconds(pair[0]))}" for way, pair in slower.items()]
     yield from prose(
         f"Skewed against uniform, as {'measured' if context.measures else 'predicted'} here, times as long:"
-        f" {' and '.join(said)}. The operations that are wanted are the same in all four."
+        f" {', '.join(said)}. The operations that are wanted are the same in all of them: a skewed batch costs a"
+        " grouped product the rest of some tiles and the wait for the busiest experts, and a padded one all of its"
+        " padding."
     )
 
 
@@ -132,6 +139,18 @@ def _grouped(context: Context, what: str, loads: list[int], given: Tensor, weigh
     counts = torch.tensor(loads, device=context.tensors)
     predicted = grouped_seconds(context, loads, given.shape[1], weight.shape[1], dense)
     return context.row(what, kernels.grouped_gemm, given, weight, counts, predicted=predicted)
+
+
+def _by_torch(context: Context, what: str, loads: list[int], given: Tensor, weight: Tensor, dense: float) -> Prediction:
+    """torch's own grouped product, where this torch has one; the same prediction, and less is known of its tiles."""
+    predicted = grouped_seconds(context, loads, given.shape[1], weight.shape[1], dense)
+    low, high = TORCH_BAND
+    grouped_mm = getattr(torch, "_grouped_mm", None)
+    if grouped_mm is None or not context.measures:
+        return Prediction(what=what, predicted=predicted, measured=None, low=low, high=high)
+    ends = torch.tensor(loads, device=context.tensors).cumsum(0).to(torch.int32)
+    multiply = partial(grouped_mm, offs=ends)
+    return context.row(what, multiply, given, weight.mT, predicted=predicted, band=TORCH_BAND)
 
 
 def _seconds(row: Prediction) -> float:

@@ -8,19 +8,69 @@ the tile follow the bytes that are asked for, and the intensity; the time follow
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from nearpeak.gallery import native
 from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
 from nearpeak.gallery.run import FLOOR, Context
 from nearpeak.kernels import ladder
-from nearpeak.render.document import Table
+from nearpeak.render.document import CodeBlock, Table
 from nearpeak.render.picture.plot import Series
 from nearpeak.units import quantity, seconds, significant
 
+TINY = """
+// A thread for R x C results: it loads R + C numbers for R * C
+// multiplications.
+extern "C" __global__ void tiny(
+    const unsigned short* a, const unsigned short* b,
+    unsigned short* c, int n
+) {
+    int column = blockIdx.x * 32 * C + threadIdx.x;  // and every 32nd on
+    int row = (blockIdx.y * 8 + threadIdx.y) * R;
+    float sums[R][C] = {};
+    for (int step = 0; step < n; ++step) {
+        float left[R], right[C];
+        for (int i = 0; i < R; ++i)
+            left[i] = widened(a[(size_t)(row + i) * n + step]);
+        for (int j = 0; j < C; ++j)
+            right[j] = widened(b[(size_t)step * n + column + 32 * j]);
+        for (int i = 0; i < R; ++i)
+            for (int j = 0; j < C; ++j) sums[i][j] += left[i] * right[j];
+    }
+    for (int i = 0; i < R; ++i)
+        for (int j = 0; j < C; ++j)
+            c[(size_t)(row + i) * n + column + 32 * j] =
+                rounded(sums[i][j]);
+}
+"""
+C_TINY = """
+void tiny(const float *a, const float *b, float *c, long n) {
+    for (long row = 0; row < n; row += R)
+        for (long column = 0; column < n; column += C) {
+            float sums[R][C] = {{0}};
+            const float *left = a + row * n, *right = b + column;
+            for (long step = 0; step < n; ++step)
+                for (int i = 0; i < R; ++i)
+                    for (int j = 0; j < C; ++j)
+                        sums[i][j] +=
+                            left[i * n + step] * right[step * n + j];
+            float *out = c + row * n + column;
+            for (int i = 0; i < R; ++i)
+                for (int j = 0; j < C; ++j) out[i * n + j] = sums[i][j];
+        }
+}
+"""
+SIDES = ((1, 1), (1, 2), (2, 2))
+"""Rows and columns of the tiles by hand."""
+MULTIPLY_CYCLES, CORE_HZ = 4, 3e9
+"""Latency of a multiply-add of a core (uops.info), and about its clock: a sum waits that long for each step."""
 LINE = 128
 """Bytes that the L1 cache of a multiprocessor gives in a clock: NVIDIA H100 and A100 architecture whitepapers."""
 SIDE = 64
@@ -51,6 +101,8 @@ def on_gpu(context: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
     flops = 2.0 * size**3
     clock, processors = context.machine.clock_boost_hz, context.machine.processors
     for rung in (ladder.NAIVE, ladder.LINES, ladder.TILES, ladder.TENSOR_CORES, ladder.PERSISTENT, ladder.VENDOR):
+        if rung is ladder.LINES:
+            yield from _tiny_on_gpu(context, size, clock, processors)
         asked = None if rung is ladder.VENDOR else rung.bytes_read(size, size, size)
         by_threads = rung in (ladder.NAIVE, ladder.LINES, ladder.TILES)
         good = rung in (ladder.PERSISTENT, ladder.VENDOR)
@@ -62,7 +114,46 @@ def on_gpu(context: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
         band = None if good else FLOOR
         if rung is ladder.PERSISTENT and context.measures and torch.cuda.get_device_capability()[0] < 9:
             continue  # it copies by TMA, which came with Hopper
+        if rung is ladder.TENSOR_CORES:
+            # Without pipelining a tile waits for its operands: copies and products add up, and overlap less.
+            yield Step(
+                name=f"{rung.title}, not pipelined", multiply=_one_stage, asked=asked, predicted=predicted, band=FLOOR
+            )
         yield Step(name=rung.title, multiply=rung.multiply, asked=asked, predicted=predicted, band=band)
+
+
+def _tiny_on_gpu(context: Context, size: int, clock: float | None, processors: int | None) -> Iterator[Step]:
+    """Tiles of two and four results per thread, by hand."""
+    ceilings = context.machine.achievable or context.machine.theoretical
+    assert ceilings is not None
+    if context.measures and native.cuda_problem():
+        return
+    for high, wide in SIDES[1:]:
+        tile = ladder.Tile(rows=high, columns=32 * wide, row_bytes=ladder.SECTOR)
+        asked = tile.bytes_read(size, size, size)
+        predicted = 2.0 * size**3 / ceilings.vector["float32"]
+        if clock and processors:
+            predicted = max(predicted, asked / (LINE * processors * clock))
+        yield Step(
+            name=f"{high} x {wide} numbers a thread",
+            multiply=partial(_multiply_tiny, high, wide),
+            asked=asked,
+            predicted=predicted,
+            band=FLOOR,
+        )
+
+
+def _multiply_tiny(high: int, wide: int, a: Tensor, b: Tensor) -> Tensor:
+    kernel = native.cuda_kernel(f"#define R {high}\n#define C {wide}\n{TINY}", "tiny")
+    result, size = torch.empty_like(a), len(a)
+    kernel(grid=(size // (32 * wide), size // (8 * high), 1), block=(32, 8, 1), args=[a, b, result, size])
+    return result
+
+
+def _one_stage(a: Tensor, b: Tensor) -> Tensor:
+    from nearpeak.kernels.ladder import triton as ladder_triton
+
+    return ladder_triton.multiply_tensor_cores(a, b, stages=1)
 
 
 def numbers(a: Tensor, b: Tensor) -> Tensor:
@@ -96,11 +187,28 @@ def on_cpu(context: Context, a: Tensor, b: Tensor) -> Iterator[Step]:
         (f"a call for {SIDE} x {SIDE}", blocks, SIDE, SIDE),
         ("one call", torch.mm, size, size),
     ]
+    for high, wide in SIDES:
+        library = native.compile_c(f"#define R {high}\n#define C {wide}\n{C_TINY}") if context.measures else None
+        if context.measures and library is None:
+            continue
+        yield Step(
+            name=f"C, {high} x {wide} numbers a turn",
+            multiply=partial(_multiply_c, library),
+            asked=size * size // (high * wide) * (high + wide) * size * 4.0,
+            predicted=size**3 * MULTIPLY_CYCLES / CORE_HZ / (high * wide),
+            band=(0.4, 2.5),
+        )
     for name, multiply, high, wide in tiled:
         calls = size * size // (high * wide)
         predicted = 2 * calls * call if multiply is numbers else context.predict(multiply, a, b)
         asked = calls * (high + wide) * size * 4.0
         yield Step(name=name, multiply=multiply, asked=asked, predicted=predicted)
+
+
+def _multiply_c(library: Any, a: Tensor, b: Tensor) -> Tensor:
+    result = torch.empty_like(a)
+    library.tiny(native.pointer(a), native.pointer(b), native.pointer(result), ctypes.c_long(len(a)))
+    return result
 
 
 def example(context: Context) -> Iterator[Part]:
@@ -115,6 +223,8 @@ def example(context: Context) -> Iterator[Part]:
         f" {quantity(3 * size * size * dtype.itemsize, 'B')} if each number crossed memory once. A tile of r x c"
         " results loads r + c numbers for r c multiplications, so that the intensity grows with the side of the tile."
     )
+    yield from prose("Tiles of one, two and four numbers by hand, before the wide ones:")
+    yield CodeBlock(text=(TINY if context.gpu else C_TINY).strip(), language="cpp" if context.gpu else "c")
     yield Table(
         title="What is asked for, and how often it is used",
         headers=("", "asked for", "FLOP per byte"),
@@ -155,8 +265,8 @@ def example(context: Context) -> Iterator[Part]:
     )
     times = [row.measured or row.predicted or 0.0 for _, row in predictions]
     yield from prose(
-        f"From the lowest rung to the highest the time falls from {seconds(times[0])} to {seconds(times[-1])},"
-        f" {significant(times[0] / times[-1])} times, as {ways[-1]} here; the operations are the same."
+        f"From the slowest rung to the last the time falls from {seconds(max(times))} to {seconds(times[-1])},"
+        f" {significant(max(times) / times[-1])} times, as {ways[-1]} here; the operations are the same."
     )
 
 
@@ -165,9 +275,11 @@ def _note(context: Context) -> str:
         return (
             "Predicted for plain threads, and for the first rung on tensor cores, is a floor: the longer of the"
             f" operations at the peak of their units and the bytes at {LINE} a clock from the L1 cache of each"
-            " multiprocessor. The last two are predicted as what a good product is expected to take."
+            " multiprocessor. The last two are predicted as what a good product is expected to take. Not pipelined:"
+            " the same kernel without copies ahead of their use, so that the tensor cores wait for each tile."
         )
     return (
         "Predicted as what such calls were measured to take on a machine of this kind; for each number, the fixed cost"
-        " of a call and of putting the number into its place."
+        " of a call and of putting the number into its place. In C, a sum waits for each of its steps, and two or four"
+        " of them wait together."
     )

@@ -40,14 +40,14 @@ def ladder_tensor_cores_kernel(a, b, result, m, n, k, SIDE: tl.constexpr, DEPTH:
     tl.store(result + row[:, None] * n + column[None, :], sums.to(result.dtype.element_ty), mask=in_rows & in_columns)
 
 
-def multiply_tensor_cores(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of contiguous 16-bit matrices."""
+def multiply_tensor_cores(a: Tensor, b: Tensor, stages: int = 4) -> Tensor:
+    """a @ b of contiguous 16-bit matrices; with one stage no tile is copied ahead of its use."""
     (m, k), n = a.shape, b.shape[1]
     result = torch.empty(m, n, dtype=a.dtype, device=a.device)
     tiles = triton.cdiv(m, TENSOR_CORES_SIDE) * triton.cdiv(n, TENSOR_CORES_SIDE)
     launch(
         ladder_tensor_cores_kernel, (tiles, 1, 1), a, b, result, m, n, k, TENSOR_CORES_SIDE, _DEPTH, _GROUP, warps=4,
-        stages=4,
+        stages=stages,
     )  # fmt: skip
     return result
 
