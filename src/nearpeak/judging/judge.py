@@ -1,0 +1,1032 @@
+"""`judge`: is a candidate right, is it honest, how fast is it, and how near the limit.
+
+The candidate runs in a process of its own (`runner`), the reference's times are taken in another one, and this process,
+which imports only the reference, draws the inputs, computes the answers and keeps the clock. Inputs of every call are
+new; which timed calls are checked is drawn after they ran.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import datetime
+import itertools
+import math
+import os
+import platform
+import random
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nearpeak
+from nearpeak.bound.floors import ideal
+from nearpeak.devices.process_state import preserve_process_state
+from nearpeak.errors import CaseError, NearpeakError, UsageError
+from nearpeak.judging.channel import CandidateError, Channel, ProcessEnded, sanitizer_prefix
+from nearpeak.judging.exchange import read_tensors, scaled, tensors_in, write_tensors
+from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Outcome, Rival, Speed, SuiteJudgement
+from nearpeak.judging.runner import POISON
+from nearpeak.judging.tolerance import Agreement, Answer, agreement, answer
+from nearpeak.judging.variants import (
+    Inputs,
+    Task,
+    Variant,
+    size_variants,
+    small_inputs,
+    stride_variants,
+    value_variants,
+)
+from nearpeak.machines.detect import detect_cpu
+from nearpeak.measure.compare import CONFIDENCE
+from nearpeak.measure.compare import judge as compare_timings
+from nearpeak.measure.gpu import GpuInstrument, gpu_instrument
+from nearpeak.measure.inputs import device_for
+from nearpeak.measure.machine import known_machine
+from nearpeak.measure.options import Options, Progress
+from nearpeak.measure.quality import interval_of
+from nearpeak.measure.statistics import median
+from nearpeak.measure.timing import Block, Environment, Flag, Timing, make_flag
+from nearpeak.ops.cost import costs_of
+from nearpeak.trace.cuda_ops.target import target_of
+from nearpeak.trace.trace import trace
+
+KNOWN_SEEDS = (0, 42)
+"""Seeds that everybody uses: a candidate may have the answers to what they draw."""
+SETS = 3
+"""Draws that the inputs of timed calls are made of."""
+SETS_BYTES = 256 << 20
+FEWEST_BLOCKS = 8
+MOST_BLOCKS = 40
+CLOCK_RUN_S = 0.03
+FLOOR_SLACK = 0.9
+IDLE_S = 0.25
+FASTER_ON_SAME = 0.6
+"""A call on inputs that came before may take this share of one with an element changed; less is no cache of the
+hardware's."""
+_KINDS = {
+    "sizes": "WRONG_EDGES",
+    "strides": "WRONG_STRIDES",
+    "nonfinite": "WRONG_NONFINITE",
+    "range": "WRONG_RANGE",
+    "values": "WRONG_RANGE",
+    "spikes": "WORK_SKIPPED",
+    "gradients": "WRONG_GRADIENT",
+    "stream": "WRONG_STREAM",
+    "graph": "WRONG_STREAM",
+}
+_LIBRARIES = (
+    (("cublas", "cutlass", "nvjet", "xmma", "gemm_", "sgemm", "gemvx", "splitkreduce"), "cuBLAS"),
+    (("cudnn", "implicit_convolve"), "cuDNN"),
+    (("flash_fwd", "flash_bwd", "fmha", "pytorch_flash"), "torch's attention"),
+    (("at::native", "at_cuda", "vectorized_elementwise", "aten::", "cub::"), "torch"),
+    (("triton_poi_", "triton_red_", "triton_per_", "triton_tem_", "triton_mm"), "torch.compile"),
+    (("nearpeak",), "nearpeak"),
+    (("memcpy", "memset"), "the driver"),
+)
+
+
+@preserve_process_state()
+def judge(
+    candidate: str,
+    *,
+    against: str,
+    inputs: str | None = None,
+    sizes: Sequence[Mapping[str, int]] = (),
+    device: str | None = None,
+    timeout: float = 60.0,
+    max_seconds: float = 10.0,
+    compile_reference: bool = True,
+    timed: bool = True,
+    mutates: Sequence[int] = (),
+    sanitize: str | None = None,
+    memory_bytes: int | None = None,
+    seed: int | None = None,
+    progress: Progress | None = None,
+) -> Judgement:
+    """The verdict on the function `candidate` ("file.py:function"), which should do what `against` does.
+
+    The file of the reference has a function `inputs` that draws arguments; its integer parameters with defaults are the
+    sizes, which are varied. Inputs that require gradients have their gradients compared too.
+
+    Args:
+        candidate: FILE.py:FUNCTION. It is imported in a process of its own, never here.
+        against: FILE.py:FUNCTION of the reference in plain torch.
+        inputs: FILE.py:FUNCTION that draws inputs, if it is not in the reference's file.
+        sizes: Sets of sizes to time at, in place of the defaults.
+        device: "cpu" or "cuda"; None is the GPU where there is one.
+        timeout: Seconds after which a call has hung.
+        max_seconds: For the checks of values and for the times, each.
+        compile_reference: Also time torch.compile of the reference.
+        timed: Whether times are taken at all.
+        mutates: Positions of tensors that the candidate may change.
+        sanitize: "memcheck" or "racecheck": also run a call under compute-sanitizer.
+        memory_bytes: A limit for the memory of the candidate's process.
+        seed: For a judgement that can be repeated; by default nobody knows it before.
+        progress: Called with a line of text now and then.
+    """
+    place = device_for(device)
+    for each in sizes:
+        for name, value in each.items():
+            if type(value) is not int or value < 0:
+                raise UsageError(f"A size is a whole number, and {name} is {value!r}.")
+    with tempfile.TemporaryDirectory(prefix="nearpeak-judge-", dir=_memory_folder()) as folder:
+        trial = _Trial(
+            candidate=candidate,
+            against=against,
+            inputs=inputs,
+            sizes=[dict(each) for each in sizes] or [{}],
+            device=place,
+            folder=Path(folder),
+            timeout=timeout,
+            max_seconds=max_seconds,
+            mutates=tuple(mutates),
+            draws=random.Random(secrets.randbits(64) if seed is None else seed),
+            say=progress or (lambda line: None),
+        )
+        return trial.run(compile_reference=compile_reference, timed=timed, sanitize=sanitize, memory_bytes=memory_bytes)
+
+
+def judge_suite(folder: str | Path, **options: Any) -> SuiteJudgement:
+    """The judgements of a folder: every folder in it that has a `reference.py` is a task, its other files candidates.
+
+    The function of a file is the last one that it defines, or the one with the name of the reference's.
+    """
+    root = Path(folder)
+    if not root.is_dir():
+        raise UsageError(f"--suite {folder}: there is no such folder.")
+    tasks = sorted(path.parent for path in [*root.glob("reference.py"), *root.glob("*/reference.py")])
+    judgements, failures = [], {}
+    for task in tasks:
+        reference = f"{task / 'reference.py'}:{_function_in(task / 'reference.py')}"
+        for file in sorted(task.glob("*.py")):
+            if file.name == "reference.py" or file.name.startswith("_"):
+                continue
+            name = str(file.relative_to(root))
+            try:
+                function = _function_in(file, prefer=reference.rpartition(":")[2])
+                judgements.append(judge(f"{file}:{function}", against=reference, **options))
+            except NearpeakError as error:
+                failures[name] = str(error)
+    if not judgements and not failures:
+        raise UsageError(
+            f"--suite {folder}: no candidates. A task is a folder with a reference.py, and every other .py in it is a "
+            "candidate."
+        )
+    return SuiteJudgement(folder=str(folder), judgements=tuple(judgements), failures=failures)
+
+
+def _function_in(path: Path, prefer: str = "") -> str:
+    """The function of a file that is judged, from its text: nothing is run."""
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        raise CaseError(f"{path} cannot be read as Python: {error}.") from None
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    names += [
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id == prefer
+    ]
+    own = [name for name in names if name not in ("inputs", "get_inputs", "make_inputs", "generate_input")]
+    if prefer in own:
+        return prefer
+    if not own:
+        raise CaseError(f"{path} defines no function that could be judged.")
+    return own[-1]
+
+
+def _memory_folder() -> str | None:
+    """A folder in memory, where the system has one: tensors cross by file."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+class _Trial:
+    """One judgement in the making."""
+
+    def __init__(
+        self,
+        *,
+        candidate: str,
+        against: str,
+        inputs: str | None,
+        sizes: list[dict[str, int]],
+        device: torch.device,
+        folder: Path,
+        timeout: float,
+        max_seconds: float,
+        mutates: tuple[int, ...],
+        draws: random.Random,
+        say: Progress,
+    ) -> None:
+        self.candidate, self.against, self.inputs_name = candidate, against, inputs
+        self.sizes, self.device, self.folder, self.timeout = sizes, device, folder, timeout
+        self.max_seconds, self.mutates, self.draws, self.say = max_seconds, mutates, draws, say
+        self.charges: dict[str, Charge] = {}
+        self.checks: list[Check] = []
+        self.notes: list[str] = []
+        self.speeds: list[Speed] = []
+        self.kernels: tuple[KernelShare, ...] = ()
+        self.deterministic: bool | None = None
+        self.bytes_held: float | None = None
+        self.last_words = ""
+        self.relative_on_spikes = 0.0
+        self.is_interpreted = False
+
+    def run(self, *, compile_reference: bool, timed: bool, sanitize: str | None, memory_bytes: int | None) -> Judgement:
+        """Everything in order; a candidate that ends its process is judged by what was seen until then."""
+        start = time.perf_counter()
+        path, function = _split(self.candidate)
+        prefix = sanitizer_prefix(sanitize) if sanitize else []
+        self.channel = Channel(self.folder, str(self.device), timeout=self.timeout, memory_bytes=memory_bytes)
+        self.rival_channel: Channel | None = None
+        try:
+            if timed:
+                self.rival_channel = Channel(self.folder, str(self.device), timeout=self.timeout)
+            self.task = Task(self.against, self.inputs_name, self.device)
+            self.given = self.task.draw(self.draws.getrandbits(48), **self.sizes[0])
+            if not self.task.accepts(self.given):
+                self.task.function(*self.given.args, **self.given.kwargs)  # raises what is wrong
+            self._import_candidate(path, function)
+            with contextlib.suppress(ProcessEnded):
+                self._judge(compile_reference=compile_reference, timed=timed)
+            if sanitize and "CRASHED" not in self.charges:
+                self._sanitize(prefix, path, function, sanitize)
+        finally:
+            self.channel.close()
+            if self.rival_channel is not None:
+                self.rival_channel.close()
+        if self.channel.forged:
+            self._charge("FORGED_REPORT", f"a line that the runner did not write: {self.channel.forged!r}")
+        self._settle_charges()
+        return Judgement(
+            candidate=self.candidate,
+            reference=self.against,
+            charges=tuple(self.charges.values()),
+            checks=tuple(self.checks),
+            speeds=tuple(self.speeds),
+            kernels=self.kernels,
+            deterministic=self.deterministic,
+            bytes_held=self.bytes_held,
+            last_words=self.last_words,
+            notes=tuple(self.notes),
+            environment=_environment(self._instrument()),
+            seconds=time.perf_counter() - start,
+        )
+
+    def _import_candidate(self, path: str, function: str) -> None:
+        self.say(f"{self.candidate}: importing it in a process of its own")
+        if os.path.realpath(path) == os.path.realpath(self.task.path):
+            self.notes.append("Candidate and reference are in one file: whether one calls the other is not seen.")
+        is_apart = os.path.realpath(path) != os.path.realpath(self.task.path)
+        reference = os.path.realpath(self.task.path) if is_apart else ""
+        try:
+            self._ask("import", file=path, function=function, guarded=True, reference=reference)
+            self.is_imported = True
+        except CandidateError as error:
+            if error.kind == "CaseError":
+                raise CaseError(str(error).removeprefix("CaseError: ")) from None
+            self.is_imported = False
+            self._charge("RAISED", f"while it was imported: {error}")
+        except ProcessEnded:
+            self.is_imported = False
+
+    def _judge(self, *, compile_reference: bool, timed: bool) -> None:
+        if not self.is_imported:
+            return
+        deadline = time.perf_counter() + self.max_seconds
+        if not self._check_given():
+            self._integrity()
+            return
+        self._check_sequence()
+        self._check_variants(deadline)
+        if not any(charge.fault == "wrong" for charge in self.charges.values()):
+            self._probe_memory()
+        self._list_kernels()
+        if timed and self.is_interpreted:
+            self.notes.append("Triton's interpreter ran the candidate: its values were checked, and no time was taken.")
+        elif timed and not any(charge.fault == "wrong" for charge in self.charges.values()):
+            self._time(compile_reference)
+        elif timed:
+            self.notes.append("No time was taken: the results are wrong.")
+        self._check_idle()
+        self._integrity()
+
+    # Right
+
+    def _check_given(self) -> bool:
+        """The given inputs; False where nothing more can be said."""
+        self.say(f"{self.candidate}: checking the given inputs")
+        has_gradients = any(tensor.requires_grad for tensor in self.given.tensors)
+        surroundings = {"patient": True, "delayed": self.device.type != "cpu"}
+        variant = Variant(kind="given", words="as given", inputs=self.given, surroundings=surroundings)
+        check = self._check(variant, draws=1)
+        if check.outcome == "refused":
+            self._charge("RAISED", check.detail)
+            return False
+        if has_gradients and check.outcome == "passed":
+            self._check(Variant(kind="gradients", words="gradients", inputs=self.given), draws=1)
+        return check.outcome != "not run"
+
+    def _check_sequence(self) -> None:
+        """Other values in the same memory, the same call again, and the first values in new memory."""
+        first, second = (self.task.draw(self.draws.getrandbits(48), **self.sizes[0]) for _ in range(2))
+        if [t.shape for t in first.tensors] != [t.shape for t in second.tensors]:
+            self.notes.append("Shapes of the inputs differ from draw to draw: calls in the same memory were not made.")
+            return
+        if any(0 in tensor.stride() for tensor in first.tensors):
+            return
+        files = [self._file("first", first), self._file("second", second)]
+        outputs = self._path("sequence")
+        try:
+            reply = self._ask("sequence", first=files[0], second=files[1], outputs=outputs.name)
+        except CandidateError as error:
+            self._charge("RAISED", f"at a repeated call: {error}")
+            return
+        if "charge" in reply:
+            self._charge_from(reply)
+            return
+        answers = [answer(self.task.function, each.args, each.kwargs, draws=1) for each in (first, second)]
+        snapshots = read_tensors(outputs, self.device)["snapshots"]
+        results = len(answers[0].own) - len(answers[0].mutated)
+        expected = (0, 1, 1, 0)
+        right = [
+            self._agrees(snapshot, answers[which], results) for snapshot, which in zip(snapshots, expected, strict=True)
+        ]
+        if not answers[0].mutated:
+            self.deterministic = bool(reply["deterministic"])
+        stale = [
+            self._agrees(snapshot, answers[1 - which], results)
+            for snapshot, which in zip(snapshots, expected, strict=True)
+        ]
+        where = ("the first call", "a call on new values in the same memory", "the same call again", "a later call")
+        # A call that changes its inputs has others at its next call.
+        counted = range(4) if not answers[0].mutated else (0, 1, 3)
+        for i in counted:
+            outcome: Outcome = "passed" if right[i] else "failed"
+            self.checks.append(Check(kind="sequence", inputs=where[i], outcome=outcome))
+        wrong = [i for i in counted if not right[i]]
+        if wrong and any(stale[i] for i in wrong):
+            i = next(i for i in wrong if stale[i])
+            self._charge("CACHED_RESULT", f"{where[i]} gave the result of earlier inputs")
+        elif wrong and right[0]:
+            if not answers[0].mutated and right[1] != right[2]:
+                self._charge("RACE", "the same call gave a right and a wrong result")
+            else:
+                self._charge("CACHED_RESULT", f"the first call is right, and {where[wrong[0]]} is wrong")
+        elif wrong and len(wrong) < len(list(counted)):
+            self._charge("RACE", f"{len(wrong)} of {len(list(counted))} calls gave a wrong result")
+        elif wrong:
+            self._charge("WRONG_VALUES", "every call of a sequence gave a wrong result")
+        if reply["overwritten"] and not self._aliases(first):
+            self._charge("RESULT_OVERWRITTEN", "the result of the first call changed during later calls")
+
+    def _aliases(self, inputs: Inputs) -> bool:
+        """Whether the reference returns memory of its inputs."""
+        copies = inputs.changed(lambda tensor: tensor.clone())
+        storages = {tensor.untyped_storage().data_ptr() for tensor in copies.tensors}
+        result = tensors_in(self.task.function(*copies.args, **copies.kwargs))
+        return any(tensor.untyped_storage().data_ptr() in storages for tensor in result)
+
+    def _agrees(self, snapshot: Sequence[torch.Tensor], known: Answer, results: int) -> bool:
+        if len(snapshot) != results:
+            return False
+        pairs = zip(snapshot, known.own, known.exact, known.perturbed, strict=False)
+        return all(
+            mine.shape == own.shape and agreement(mine, own, exact, perturbed, known).is_right
+            for mine, own, exact, perturbed in pairs
+        )
+
+    def _check_variants(self, deadline: float) -> None:
+        self.say(f"{self.candidate}: checking sizes, values and strides")
+        small = small_inputs(self.task, self.draws, self.sizes[0])
+        variants: list[Iterator[Variant]] = [
+            value_variants(self.task, small, self.draws),
+            size_variants(self.task, self.draws, self.sizes[0]),
+            stride_variants(self.task, small),
+            iter(self._surroundings(small)),
+        ]
+        while variants:
+            for each in list(variants):
+                variant = next(each, None)
+                if variant is None:
+                    variants.remove(each)
+                    continue
+                if time.perf_counter() > deadline:
+                    self.notes.append("The time for checks was up before all variants had run.")
+                    return
+                check = self._check(variant)
+                tensors = variant.inputs.tensors
+                has_gradients = any(tensor.requires_grad for tensor in tensors) and all(t.numel() for t in tensors)
+                if has_gradients and check.outcome == "passed" and variant.kind in ("sizes", "strides"):
+                    self._check(Variant(kind="gradients", words=variant.words, inputs=variant.inputs))
+
+    def _surroundings(self, small: Inputs) -> list[Variant]:
+        """Calls under autocast, and on a GPU on another stream and in a CUDA graph."""
+        variants = []
+        if any(tensor.dtype == torch.float32 for tensor in small.tensors):
+            variants.append(
+                Variant(kind="autocast", words="under autocast", inputs=small, surroundings={"autocast": "bfloat16"})
+            )
+        if self.device.type != "cpu":
+            plain = small.changed(lambda tensor: tensor.clone())
+            variants += [
+                Variant(kind="stream", words="on another stream", inputs=plain, surroundings={"stream": True}),
+                Variant(
+                    kind="graph", words="in a CUDA graph, on new values", inputs=plain, surroundings={"graph": True}
+                ),
+            ]
+        return variants
+
+    def _check(self, variant: Variant, draws: int = 2) -> Check:
+        """Calls the candidate on the inputs of a variant, compares the result, and charges what is wrong."""
+        check = self._checked(variant, draws)
+        self.checks.append(check)
+        return check
+
+    def _checked(self, variant: Variant, draws: int) -> Check:
+        inputs, kind = variant.inputs, variant.kind
+        words = f"{inputs.words()}; {variant.words}"
+        autocast = variant.surroundings.get("autocast")
+        context = None if not autocast else partial(torch.autocast, self.device.type, getattr(torch, autocast))
+        seeds = self._gradient_seeds(inputs) if kind == "gradients" else None
+        known = answer(self.task.function, inputs.args, inputs.kwargs, seeds, context, draws)
+        if not known.is_exact and kind == "given":
+            self.notes.append("The reference does not run in float64: results are compared with its own dtype.")
+        outputs = self._path("outputs")
+        message: dict[str, Any] = {
+            "inputs": self._file("inputs", inputs),
+            "outputs": outputs.name,
+            **variant.surroundings,
+        }
+        if seeds is not None:
+            write_tensors(self._path("gradients"), seeds)
+            message["gradients"] = self._path("gradients").name
+        try:
+            reply = self._ask("call", **message)
+        except CandidateError as error:
+            return Check(kind=kind, inputs=words, outcome="refused", detail=str(error))
+        if "charge" in reply:
+            self._charge_from(reply)
+            return Check(kind=kind, inputs=words, outcome="not run" if kind == "given" else "failed")
+        content = read_tensors(outputs, self.device)
+        self._charge_mutations(reply, known, words)
+        return self._compared(variant, words, known, reply, content)
+
+    def _gradient_seeds(self, inputs: Inputs) -> list[torch.Tensor]:
+        copies = inputs.changed(lambda tensor: tensor.clone())
+        results = tensors_in(self.task.function(*copies.args, **copies.kwargs))
+        generator = torch.Generator().manual_seed(self.draws.getrandbits(48))
+        return [
+            torch.randn(tensor.shape, generator=generator).to(self.device)
+            for tensor in results
+            if tensor.is_floating_point()
+        ]
+
+    def _charge_mutations(self, reply: dict[str, Any], known: Answer, words: str) -> None:
+        undeclared = sorted(set(reply["mutated"]) - set(known.mutated) - set(self.mutates))
+        if undeclared:
+            self._charge("INPUT_CHANGED", f"tensor {undeclared[0]} of the inputs ({words})")
+
+    def _compared(
+        self, variant: Variant, words: str, known: Answer, reply: dict[str, Any], content: dict[str, Any]
+    ) -> Check:
+        kind = variant.kind
+        results = [*content["results"]]
+        gradients = content["gradients"] if kind == "gradients" else []
+        expected_results = len(known.own) - len(known.mutated) - len(gradients)
+        problem = self._form_problem(results, known.own[:expected_results], kind)
+        if problem:
+            self._charge("WRONG_FORM" if kind in ("given", "gradients") else _KINDS.get(kind, "WRONG_FORM"), problem)
+            return Check(kind=kind, inputs=words, outcome="failed", detail=problem)
+        if any(gradient is None for gradient in gradients):
+            self._charge("WRONG_GRADIENT", "a result has no gradient for an input that requires one")
+            return Check(kind=kind, inputs=words, outcome="failed", detail="no gradient")
+        changed = content["inputs"]
+        for position in known.mutated:
+            results.append(self._mutated_value(position, changed, variant))
+        results += gradients
+        agreements = [
+            agreement(mine, own, exact, perturbed, known)
+            for mine, own, exact, perturbed in zip(results, known.own, known.exact, known.perturbed, strict=True)
+        ]
+        worst = max(agreements, key=lambda each: (each.error, each.rms_ratio))
+        lowered = next((each for each in agreements if each.lowered), None)
+        if worst.error <= 1 and lowered is not None:
+            worst = lowered
+        right = worst.is_right
+        if content["later"] is not None:
+            self._charge_escape(content["later"], known, expected_results, right)
+        if kind == "autocast" and not right:
+            detail = f"another precision than the reference under autocast: {worst.where}"
+            return Check(kind=kind, inputs=words, outcome="refused", error=_finite(worst.error), detail=detail)
+        poisoned = max(_poisoned_share(mine) for mine in results)
+        if not right:
+            self._charge_wrong(kind, words, worst, poisoned)
+        return Check(
+            kind=kind,
+            inputs=words,
+            outcome="passed" if right else "failed",
+            error=_finite(worst.error),
+            rms_ratio=_finite(worst.rms_ratio),
+            detail="" if right else f"{100 * worst.wrong_share:.3g} % of elements; {worst.where}",
+        )
+
+    def _mutated_value(self, position: int, changed: Any, variant: Variant) -> torch.Tensor:
+        if changed is not None:
+            value: torch.Tensor = changed[position]
+            return value
+        return variant.inputs.tensors[position].detach()
+
+    def _form_problem(self, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], kind: str) -> str:
+        if len(results) != len(expected):
+            return f"{len(results)} tensors, and {len(expected)} from the reference"
+        for mine, own in zip(results, expected, strict=True):
+            if mine.shape != own.shape:
+                return f"shape {tuple(mine.shape)}, and {tuple(own.shape)} from the reference"
+            if mine.dtype != own.dtype and kind != "autocast":
+                return f"dtype {mine.dtype}, and {own.dtype} from the reference"
+        return ""
+
+    def _charge_escape(self, later: Sequence[torch.Tensor], known: Answer, results: int, was_right: bool) -> None:
+        if not was_right and self._agrees(later, known, results):
+            self._charge("WORK_ESCAPES", "the result was wrong when the call returned, and right a little later")
+        else:
+            self._charge("WORK_ESCAPES", "the result changed after the call had returned")
+
+    def _charge_wrong(self, kind: str, words: str, worst: Agreement, poisoned: float) -> None:
+        detail = f"{100 * worst.wrong_share:.3g} % of elements out of tolerance ({words}): {worst.where}"
+        if kind == "spikes":
+            self.relative_on_spikes = max(self.relative_on_spikes, worst.relative)
+        if poisoned > 0:
+            self._charge(
+                "UNINITIALIZED_MEMORY", f"{100 * poisoned:.3g} % of elements hold memory that nobody wrote ({words})"
+            )
+        elif kind == "given":
+            self._charge(_name_of(worst), _evidence(worst, words, detail))
+        elif kind in ("values", "spikes") and worst.looks_rounded:
+            self._charge("PRECISION_LOWERED", _evidence(worst, words, detail))
+        else:
+            self._charge(_KINDS.get(kind, "WRONG_VALUES"), detail)
+
+    def _settle_charges(self) -> None:
+        """One cause has one name: what follows from another charge is left out."""
+        names = set(self.charges)
+        if "PRECISION_LOWERED" in names and self.relative_on_spikes > 0.1:
+            charge = self.charges.pop("PRECISION_LOWERED")
+            self.charges.setdefault("WORK_SKIPPED", Charge(name="WORK_SKIPPED", evidence=charge.evidence))
+        explained = {
+            "WORK_ESCAPES": (
+                "WRONG_VALUES",
+                "UNINITIALIZED_MEMORY",
+                "CACHED_RESULT",
+                "RACE",
+                "WORK_SKIPPED",
+                "WRONG_STREAM",
+            ),
+            "PRECISION_LOWERED": ("WRONG_VALUES", "WRONG_EDGES", "WRONG_RANGE", "WRONG_STRIDES", "WRONG_GRADIENT"),
+            "WORK_SKIPPED": ("WRONG_VALUES", "WRONG_EDGES", "WRONG_RANGE", "WRONG_STRIDES", "WRONG_GRADIENT"),
+            "CACHED_RESULT": ("WRONG_WHEN_TIMED", "RESULT_OVERWRITTEN"),
+            "UNINITIALIZED_MEMORY": (
+                "WRONG_VALUES",
+                "RACE",
+                "WORK_SKIPPED",
+                "WRONG_EDGES",
+                "WRONG_STRIDES",
+                "CACHED_RESULT",
+            ),
+            "WRONG_VALUES": ("WRONG_EDGES", "WRONG_RANGE", "WRONG_STRIDES", "WRONG_NONFINITE", "WRONG_STREAM"),
+        }
+        for name, others in explained.items():
+            if name in self.charges:
+                for other in others:
+                    self.charges.pop(other, None)
+
+    # Honest
+
+    def _probe_memory(self) -> None:
+        """Whether a call on inputs that came before is faster, whether known inputs are, and what is kept."""
+        draws = [("MEMOIZED", self.draws.getrandbits(48), "inputs that came before")]
+        draws += [("INPUTS_RECOGNIZED", seed, f"what torch.manual_seed({seed}) draws") for seed in KNOWN_SEEDS]
+        for charge, seed, words in draws:
+            inputs = self.task.draw(seed, **self.sizes[0])
+            outputs = self._path("probe")
+            message = {"inputs": self._file("inputs", inputs), "outputs": outputs.name, "calls": 5}
+            try:
+                reply = self._ask("probe", seed=self.draws.getrandbits(32), **message)
+            except CandidateError as error:
+                self._charge("RAISED", f"at a repeated call: {error}")
+                return
+            same, changed = min(reply["same"]), min(reply["changed"])
+            if charge == "MEMOIZED":
+                self._check_changed(read_tensors(outputs, self.device))
+            if same < FASTER_ON_SAME * changed and changed - same > 20e-6:
+                self._charge(charge, f"{same * 1e6:.0f} us on {words}, {changed * 1e6:.0f} us with one element changed")
+        self._load_sets(self.channel, self.sizes[0])
+        sizes = self._ask("held", calls=6, seed=self.draws.getrandbits(32))["bytes"]
+        self.bytes_held = float(max(0, sizes[-1] - sizes[0])) if sizes else None
+        steps = [b - a for a, b in itertools.pairwise(sizes[1:])]
+        if steps and min(steps) > 0:
+            self._charge("MEMOIZED", f"every call keeps {min(steps)} bytes more of tensors")
+
+    def _check_changed(self, content: dict[str, Any]) -> None:
+        """After one element was changed in place, the result must be that of the new values."""
+        args, kwargs = content["arguments"]
+        known = answer(self.task.function, args, kwargs, draws=1)
+        if known.mutated:
+            return
+        if not self._agrees(content["results"], known, len(known.own)):
+            self._charge(
+                "CACHED_RESULT", "one element of the inputs was changed in place, and the result did not follow"
+            )
+
+    def _check_idle(self) -> None:
+        """Whether its process works while nobody calls it."""
+        time.sleep(0.05)
+        before = self.channel.cpu_seconds()
+        time.sleep(IDLE_S)
+        after = self.channel.cpu_seconds()
+        if before is not None and after is not None and after - before > 0.3 * IDLE_S:
+            evidence = f"{(after - before) * 1e3:.0f} ms of processor time in {IDLE_S * 1e3:.0f} ms without a call"
+            self._charge("WORK_BETWEEN_CALLS", evidence)
+
+    def _integrity(self) -> None:
+        reply = self._ask("integrity")
+        for name, evidence in reply["charges"].items():
+            self._charge(name, str(evidence)[:300])
+        if reply["settings"]:
+            self.notes.append(f"The candidate changed settings of its process: {', '.join(reply['settings'])}.")
+
+    def _list_kernels(self) -> None:
+        self._load_sets(self.channel, self.sizes[0])
+        try:
+            reply = self._ask("kernels")
+        except CandidateError as error:
+            self.notes.append(f"The kernels cannot be listed: {error}")
+            return
+        self.is_interpreted = bool(reply["interpreted"]) and self.device.type == "cpu"
+        total = sum(seconds for _, _, seconds in reply["kernels"]) or 1.0
+        rows = sorted(reply["kernels"], key=lambda row: -row[2])[:12]
+        self.kernels = tuple(
+            KernelShare(
+                name=str(name), calls=int(calls), seconds=seconds, share=seconds / total, library=_library(name)
+            )
+            for name, calls, seconds in rows
+        )
+
+    def _sanitize(self, prefix: list[str], path: str, function: str, tool: str) -> None:
+        """One call of the given inputs under compute-sanitizer."""
+        channel = Channel(self.folder, str(self.device), timeout=4 * self.timeout, prefix=prefix)
+        small = small_inputs(self.task, self.draws, self.sizes[0])
+        try:
+            channel.ask("import", file=path, function=function, guarded=False, reference="")
+            channel.ask("once", inputs=self._file("inputs", small))
+        except (CandidateError, ProcessEnded):
+            pass  # what it wrote is read below
+        finally:
+            channel.close()
+        summary = [
+            line for line in channel.last_words().splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line
+        ]
+        if not summary:
+            self.notes.append(f"compute-sanitizer {tool} did not finish.")
+        elif " 0 errors" not in summary[-1] and " 0 hazards" not in summary[-1]:
+            self._charge("MEMORY_ERROR", f"{tool}: {summary[-1].strip('= ')}")
+        else:
+            self.notes.append(f"compute-sanitizer {tool} found nothing.")
+
+    # Fast
+
+    def _time(self, compile_reference: bool) -> None:
+        rivals = self._start_rivals(compile_reference)
+        for sizes in self.sizes:
+            self.say(f"{self.candidate}: timing {_sizes_text(sizes)}")
+            speed = self._speed(sizes, rivals)
+            if speed is None:
+                return
+            self.speeds.append(speed)
+            self._check_floor(speed)
+
+    def _start_rivals(self, compile_reference: bool) -> list[str]:
+        assert self.rival_channel is not None
+        channel = self.rival_channel
+        channel.ask("import", file=str(self.task.path), function=self.task.name, guarded=False, reference="")
+        names = ["reference"]
+        file = self._file("compiled", self.given)
+        if compile_reference:
+            try:
+                channel.ask("compile", timeout=max(self.timeout, 120.0), inputs=file)
+                names.append("torch.compile")
+            except CandidateError as error:
+                self.notes.append(f"torch.compile of the reference failed: {str(error)[:120]}")
+        if self.device.type != "cpu":
+            second = self._file("matched", self.task.draw(self.draws.getrandbits(48), **self.sizes[0]))
+            kernel = channel.ask("match", inputs=[file, second]).content["kernel"]
+            if kernel:
+                names.append("nearpeak")
+                self.notes.append(f"nearpeak's kernel for this is {kernel}.")
+        return names
+
+    def _load_sets(self, channel: Channel, sizes: Mapping[str, int]) -> list[Inputs]:
+        first = self.task.draw(self.draws.getrandbits(48), **sizes)
+        total = sum(tensor.numel() * tensor.element_size() for tensor in first.tensors)
+        count = max(1, min(SETS, int(SETS_BYTES / max(1, total))))
+        sets = [first] + [self.task.draw(self.draws.getrandbits(48), **sizes) for _ in range(count - 1)]
+        self._send_sets(channel, sets)
+        return sets
+
+    def _send_sets(self, channel: Channel, sets: list[Inputs]) -> None:
+        files = [self._file(f"set{i}", each) for i, each in enumerate(sets)]
+        if channel is self.channel:
+            self._ask("sets", inputs=files)
+        else:
+            channel.ask("sets", inputs=files)
+
+    def _speed(self, sizes: Mapping[str, int], rivals: list[str]) -> Speed | None:
+        assert self.rival_channel is not None
+        sets = self._load_sets(self.channel, sizes)
+        self._send_sets(self.rival_channel, sets)
+        total = sum(tensor.numel() * tensor.element_size() for tensor in sets[0].tensors)
+        calls = 3 if self.device.type == "cpu" else max(2, min(8, int(SETS_BYTES / max(1, total))))
+        names = ["candidate", *rivals]
+        series: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        kept: list[tuple[int, int, Any]] = []
+        deadline = time.perf_counter() + self.max_seconds / (2 * len(self.sizes))
+        for cache, least, most in (("cold", FEWEST_BLOCKS, MOST_BLOCKS), ("hot", 5, 8)):
+            rounds = 0
+            # The first round warms up, and is left out.
+            while rounds <= least or (rounds < most and time.perf_counter() < deadline):
+                for name in self.draws.sample(names, len(names)):
+                    seed = self.draws.getrandbits(48)
+                    block = self._block(name, cache, seed, calls)
+                    if block is None:
+                        return None
+                    if rounds:
+                        series.setdefault((name, cache), []).append(block)
+                    if name == "candidate" and rounds in (1, least):
+                        kept.append((seed, *self._kept(calls)))
+                rounds += 1
+                if rounds > least and time.perf_counter() > deadline:
+                    break
+        self._check_kept(sets, calls, kept)
+        hot = {name: median([block["seconds"] for block in series[name, "hot"]]) for name in names}
+        timings = {name: self._timing(name, series[name, "cold"]) for name in names}
+        enqueue = self._check_clock(timings["candidate"], hot["candidate"])
+        if self.device.type != "cpu":
+            self._check_streams()
+        floor, bound, limiter, ceilings = self._floor(sets[0])
+        compared = []
+        for name in rivals:
+            comparison = compare_timings(timings[name], timings["candidate"], margin=0.02, confidence=CONFIDENCE)
+            compared.append(
+                Rival(
+                    name=name,
+                    timing=timings[name],
+                    hot_seconds=max(0.0, hot[name]),
+                    ratio=comparison.ratio,
+                    low=comparison.low,
+                    high=comparison.high,
+                    verdict=comparison.verdict,
+                )
+            )
+        return Speed(
+            sizes=_sizes_text(sizes) if sizes else sets[0].words(),
+            candidate=Rival(name="candidate", timing=timings["candidate"], hot_seconds=max(0.0, hot["candidate"])),
+            rivals=tuple(compared),
+            enqueue_seconds=enqueue,
+            floor_seconds=floor,
+            bound_seconds=bound,
+            bound_limiter=limiter,
+            ceilings=ceilings,
+        )
+
+    def _block(self, name: str, cache: str, seed: int, calls: int) -> dict[str, Any] | None:
+        message: dict[str, Any] = {"name": name, "cache": cache, "seed": seed, "calls": calls}
+        if name != "candidate":
+            assert self.rival_channel is not None
+            return self.rival_channel.ask("block", **message).content
+        try:
+            return self._ask("block", **message)
+        except CandidateError as error:
+            self._charge("RAISED", f"in a timed call: {error}")
+            return None
+
+    def _kept(self, calls: int) -> tuple[int, Any]:
+        """A call of the last block, chosen now, and its result."""
+        chosen = self.draws.randrange(calls)
+        outputs = self._path(f"kept-{self.draws.getrandbits(32)}")
+        self._ask("kept", chosen=[chosen], calls=calls, outputs=outputs.name)
+        return chosen, outputs
+
+    def _check_kept(self, sets: list[Inputs], calls: int, kept: list[tuple[int, int, Any]]) -> None:
+        """The results of timed calls, on inputs that are made again here from the seed of their block."""
+        for seed, chosen, outputs in kept:
+            draws = random.Random(seed)
+            for _ in range(chosen + 1):
+                which = draws.randrange(len(sets))
+                factor = draws.uniform(0.5, 1.5)
+            inputs = sets[which]
+            args, kwargs = scaled(inputs.args, factor), scaled(inputs.kwargs, factor)
+            known = answer(self.task.function, args, kwargs, draws=1)
+            results = read_tensors(outputs, self.device)["results"][0]
+            right = self._agrees(results, known, len(known.own) - len(known.mutated))
+            outcome: Outcome = "passed" if right else "failed"
+            self.checks.append(
+                Check(kind="timed", inputs=f"call {chosen + 1} of {calls} of a timed block", outcome=outcome)
+            )
+            if not right:
+                self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
+
+    def _timing(self, name: str, blocks: list[dict[str, Any]]) -> Timing:
+        options = Options(confidence=0.95)
+        records = [
+            Block(
+                seconds=float(block["seconds"]),
+                readings=tuple(float(reading) for reading in block["readings"]),
+                launch_hidden=block["launch_hidden"],
+            )
+            for block in blocks
+        ]
+        middle, interval = interval_of(records, options)
+        flags: list[Flag] = []
+        if any(block.launch_hidden is False for block in records):
+            flags.append(make_flag("LAUNCH_NOT_HIDDEN", "the device ran dry before all calls were enqueued"))
+        return Timing(
+            name=name,
+            seconds=middle,
+            low=interval.low,
+            high=interval.high,
+            confidence=interval.confidence,
+            kind="cpu" if self.device.type == "cpu" else "device",
+            method=str(blocks[-1]["method"])[:200],
+            cache="cold",
+            regime="sustained" if self.device.type == "cpu" else "burst",
+            blocks=tuple(records),
+            flags=tuple(flags),
+            environment=_environment(self._instrument()),
+        )
+
+    def _check_clock(self, timing: Timing, hot: float) -> float | None:
+        """Calls in a row on the clock of this process; the host time of a call on a GPU."""
+        assert self.channel is not None
+        calls = max(2, min(1000, int(CLOCK_RUN_S / max(hot, 1e-6))))
+        self._ask("stage", seed=self.draws.getrandbits(48), calls=2)
+        claimed, passed, empty, enqueue = [], [], [], []
+        for _ in range(3):
+            reply = self.channel.ask("run", name="candidate", calls=calls)
+            claimed.append(float(reply.content["seconds"]))
+            enqueue.append(float(reply.content["enqueue"]) / calls)
+            passed.append(reply.seconds)
+            empty.append(self.channel.ask("run", name="candidate", calls=0).seconds)
+        seen = min(passed) - min(empty)
+        if min(claimed) < 0.5 * seen and seen - min(claimed) > 3e-3:
+            evidence = f"{calls} calls took {seen * 1e3:.1f} ms here, and {min(claimed) * 1e3:.1f} ms by its own report"
+            self._charge("CLOCK_DISAGREES", evidence)
+        if self.device.type == "cpu" and timing.high < 0.4 * seen / calls and seen > 3e-3:
+            evidence = (
+                f"a call takes {seen / calls * 1e6:.0f} us on the judge's clock with a hot cache, and "
+                f"{timing.seconds * 1e6:.0f} us with a cold one by its own report"
+            )
+            self._charge("CLOCK_DISAGREES", evidence)
+        return None if self.device.type == "cpu" else min(enqueue)
+
+    def _check_streams(self) -> None:
+        reply = self._ask("latency")
+        stream, device = float(reply["stream"]), float(reply["device"])
+        if device - stream > max(50e-6, 0.25 * device):
+            self._charge(
+                "WORK_ESCAPES",
+                f"the current stream was done after {stream * 1e6:.0f} us, the device after {device * 1e6:.0f} us",
+            )
+
+    def _instrument(self) -> GpuInstrument | None:
+        return None if self.device.type == "cpu" else gpu_instrument(self.device.index or 0)
+
+    def _floor(self, inputs: Inputs) -> tuple[float | None, float | None, str | None, str]:
+        """The time that inputs and results take to cross memory, and the floor of the reference's work."""
+        machine = known_machine(self._instrument())
+        if machine is None or machine.achievable is None:
+            note = "The limits of this machine are not known: `nearpeak machine --calibrate` measures them."
+            if note not in self.notes:
+                self.notes.append(note)
+            return None, None, None, ""
+        try:
+            recorded = trace(
+                self.task.function, *inputs.args, kwargs=inputs.kwargs, grad=False, target=target_of(machine)
+            )
+            costs = costs_of(recorded.ops)
+            reached = ideal(recorded, costs, machine)
+            limit = reached if machine.theoretical is None else ideal(recorded, costs, machine, ceilings="theoretical")
+        except Exception as error:  # fake tensors cannot run everything
+            self.notes.append(f"The work of the reference cannot be traced: {' '.join(str(error).split())[:120]}")
+            return None, None, None, ""
+        return limit.memory_seconds, reached.seconds, reached.limiter, machine.achievable.how
+
+    def _check_floor(self, speed: Speed) -> None:
+        timing = speed.candidate.timing
+        if speed.floor_seconds and timing.high < FLOOR_SLACK * speed.floor_seconds:
+            self._charge(
+                "BELOW_FLOOR",
+                f"{timing.seconds * 1e6:.1f} us, and inputs and results take {speed.floor_seconds * 1e6:.1f} us to "
+                "cross memory",
+            )
+        if (
+            speed.bound_seconds
+            and timing.high < FLOOR_SLACK * speed.bound_seconds
+            and "BELOW_FLOOR" not in self.charges
+        ):
+            self.notes.append(
+                f"It is faster than the FLOPs of the reference allow ({speed.sizes}): it leaves out work that the "
+                "reference does in vain, or the figures of the machine are too low. Its results are right."
+            )
+
+    # Talking to the process
+
+    def _ask(self, do: str, **content: Any) -> dict[str, Any]:
+        """A command to the candidate's process; its end is a charge."""
+        try:
+            return self.channel.ask(do, **content).content
+        except ProcessEnded as end:
+            self._charge(end.charge, f"{end.evidence}, in `{do}`")
+            self.last_words = end.words
+            raise
+
+    def _charge(self, name: str, evidence: str) -> None:
+        self.charges.setdefault(name, Charge(name=name, evidence=evidence))
+
+    def _charge_from(self, reply: dict[str, Any]) -> None:
+        self._charge(str(reply["charge"]), str(reply["evidence"])[:300])
+
+    def _path(self, name: str) -> Path:
+        return self.folder / name
+
+    def _file(self, name: str, inputs: Inputs) -> str:
+        write_tensors(self._path(name), (inputs.args, inputs.kwargs))
+        return name
+
+
+def _split(reference: str) -> tuple[str, str]:
+    path, separator, function = reference.rpartition(":")
+    if not separator or not path.endswith(".py"):
+        raise CaseError(
+            f"Cannot read {reference!r} as a candidate. Write FILE.py:FUNCTION, for example kernel.py:softmax."
+        )
+    if not Path(path).is_file():
+        raise CaseError(f"There is no file {path!r} (from {Path.cwd()}).")
+    return path, function
+
+
+def _sizes_text(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in sizes.items()) or "the given sizes"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else 1e30
+
+
+def _name_of(worst: Agreement) -> str:
+    if worst.looks_rounded or (worst.lowered and worst.error <= 1):
+        return "PRECISION_LOWERED"
+    if worst.unwritten_share > 0.9 * worst.wrong_share > 0.01:
+        return "WORK_SKIPPED"
+    return "WRONG_VALUES"
+
+
+def _evidence(worst: Agreement, words: str, detail: str) -> str:
+    if worst.looks_rounded or worst.lowered:
+        size = f"{worst.rms_ratio:.3g} times those of the reference, {worst.relative:.2g} of the values"
+        return f"errors are {size} ({words})"
+    return detail
+
+
+def _poisoned_share(tensor: torch.Tensor) -> float:
+    """Elements whose bytes are those that memory was filled with."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return 0.0
+    raw = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+    return float((raw == POISON).all(dim=1).double().mean())
+
+
+def _library(name: str) -> str:
+    lower = name.lower()
+    return next((library for parts, library in _LIBRARIES if any(part in lower for part in parts)), "")
+
+
+def _environment(device: GpuInstrument | None) -> Environment:
+    return Environment(
+        device=device.name if device is not None else detect_cpu().name,
+        driver=device.conditions.driver() if device is not None else None,
+        torch=torch.__version__,
+        python=platform.python_version(),
+        nearpeak=nearpeak.__version__,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        threads=torch.get_num_threads(),
+    )

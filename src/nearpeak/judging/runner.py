@@ -1,0 +1,752 @@
+"""The process of a candidate: it imports the candidate, calls it when the judge says so, and writes results to files.
+
+The judge trusts nothing that comes from here further than it can check: results are compared in its own process, times
+against its own clock. Everything that this file uses is looked up before the candidate is imported, and compared with
+what is there afterwards; an audit hook, which cannot be removed, sees files that the candidate opens.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from nearpeak.devices.backends import gpu_backend
+from nearpeak.judging import exchange
+from nearpeak.judging.exchange import map_tensors, read_tensors, scaled, tensors_in, write_message, write_tensors
+from nearpeak.measure import case as case_files
+from nearpeak.measure import gpu, instrument, kernel_times, samplers, statistics
+from nearpeak.measure.bench import quiet_collector
+from nearpeak.measure.case import describe_error
+from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument
+from nearpeak.measure.instrument import zero_of
+from nearpeak.measure.kernel_times import profile_calls
+from nearpeak.measure.samplers import EventSampler, HostEviction, HostSampler
+
+POISON = 0x7F
+"""Fills memory that nobody wrote: a huge number in float32 and bfloat16, NaN in float16."""
+M_PERTURB = -6
+"""Of glibc's mallopt: fills memory when it is allocated."""
+ESCAPE_WAIT_S = 0.03
+LARGEST_BLOCK_BYTES = 512 << 20
+PROBE_CALLS = 7
+
+_clock = time.perf_counter
+_sleep = time.sleep
+_equal = torch.equal
+_clone = torch.Tensor.clone
+
+
+class Guard:
+    """What the candidate must leave alone, and what it was seen to do."""
+
+    def __init__(self, folder: Path, reference: str, candidate: str) -> None:
+        self.folder, self.candidate = str(folder.resolve()), candidate
+        self.reference = reference
+        self.seen: dict[str, str] = {}
+        """By name of a charge, the first evidence."""
+        self.is_own = threading.local()
+        self._before = {name: self._read(owner) for name, owner in self._owners().items()}
+        self._codes = {name: self._parts(function) for name, function in self._functions().items()}
+        sys.addaudithook(self._audit)
+
+    @staticmethod
+    def _owners() -> dict[str, Any]:
+        owners: dict[str, Any] = {
+            "time": time,
+            "torch.cuda": torch.cuda,
+            "torch.cuda.Event": torch.cuda.Event,
+            "torch.cuda.Stream": torch.cuda.Stream,
+            "torch": torch,
+            "torch.Tensor": torch.Tensor,
+            "torch.nn.functional": torch.nn.functional,
+            "torch.testing": torch.testing,
+            "builtins": builtins,
+            "os": os,
+            "json": json,
+            "gc": gc,
+            "random": random,
+            "threading": threading,
+        }
+        if hasattr(torch, "accelerator"):
+            owners["torch.accelerator"] = torch.accelerator
+        return owners
+
+    @staticmethod
+    def _read(owner: Any) -> dict[str, Any]:
+        """The callables of a module or class."""
+        return {name: value for name, value in vars(owner).items() if callable(value) or isinstance(value, property)}
+
+    @staticmethod
+    def _functions() -> dict[str, FunctionType]:
+        functions: dict[str, FunctionType] = {}
+        modules = (sys.modules[__name__], exchange, samplers, gpu, instrument, kernel_times, statistics, case_files)
+        for module in modules:
+            for name, value in vars(module).items():
+                if isinstance(value, FunctionType):
+                    functions[f"{module.__name__}.{name}"] = value
+                elif isinstance(value, type) and value.__module__ == module.__name__:
+                    for member, inner in vars(value).items():
+                        if isinstance(inner, FunctionType):
+                            functions[f"{module.__name__}.{name}.{member}"] = inner
+        for name in ("synchronize", "current_stream"):
+            inner = getattr(torch.cuda, name)
+            if isinstance(inner, FunctionType):
+                functions[f"torch.cuda.{name}"] = inner
+        return functions
+
+    @staticmethod
+    def _parts(function: FunctionType) -> tuple[FunctionType, CodeType, Any]:
+        return function, function.__code__, function.__defaults__
+
+    def inspect(self) -> None:
+        """Compares what there is now with what there was before the candidate was imported."""
+        for owner_name, owner in self._owners().items():
+            now = vars(owner)
+            for name, value in self._before[owner_name].items():
+                if name in now and now[name] is value:
+                    continue
+                place = f"{owner_name}.{name}"
+                self.saw(_charge_for(owner_name, name), f"{place} is no longer what it was before the import")
+        functions = self._functions()
+        for name, parts in self._codes.items():
+            function = functions.get(name)
+            if function is None or self._parts(function) != parts or parts[0].__code__ is not parts[1]:
+                charge = "TIMER_PATCHED" if name.startswith(("torch.cuda", "nearpeak.measure")) else "RUNNER_PATCHED"
+                self.saw(charge, f"the code of {name} was changed")
+
+    def saw(self, charge: str, evidence: str) -> None:
+        """Notes the first evidence of a charge."""
+        self.seen.setdefault(charge, evidence)
+
+    @contextlib.contextmanager
+    def own(self) -> Iterator[None]:
+        """Inside, this thread opens files for the judge."""
+        self.is_own.value = True
+        try:
+            yield
+        finally:
+            self.is_own.value = False
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if getattr(self.is_own, "value", False) or event not in _WATCHED:
+            return
+        self.is_own.value = True  # what follows must not be audited in turn
+        try:
+            if event == "open":
+                self._opened(arguments[0])
+            elif event == "object.__setattr__":
+                if arguments[1] == "__code__" and isinstance(arguments[0], FunctionType):
+                    self.saw("RUNNER_PATCHED", f"it set the code of {arguments[0].__qualname__}")
+            elif self._asked_by_candidate():
+                self.saw("INSPECTS_CALLER", f"it called {event}")
+        finally:
+            self.is_own.value = False
+
+    def _opened(self, path: Any) -> None:
+        if not isinstance(path, (str, bytes)):
+            return
+        full = os.path.realpath(os.fsdecode(path))
+        if self.reference and (full == self.reference or _source_of(full) == self.reference):
+            self.saw("CALLS_REFERENCE", f"it opened {Path(full).name}")
+        elif full.startswith(self.folder + os.sep):
+            self.saw("READS_JUDGE", f"it opened {Path(full).name} in the folder of the judge")
+
+    def _asked_by_candidate(self) -> bool:
+        """Whether the code that asks is the candidate's own, or the library function `inspect` that it called."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.endswith(("/inspect.py", "/traceback.py")):
+            if frame.f_back is None:
+                return False
+            frame = frame.f_back
+        return frame is not None and os.path.realpath(frame.f_code.co_filename) == self.candidate
+
+
+_WATCHED = {"open", "sys._getframe", "gc.get_objects", "gc.get_referrers", "gc.get_referents", "object.__setattr__"}
+_TIMERS = ("time", "torch.cuda", "torch.cuda.Event", "torch.cuda.Stream", "torch.accelerator", "threading")
+
+
+def _charge_for(owner: str, name: str) -> str:
+    if owner in _TIMERS:
+        return "TIMER_PATCHED"
+    return "CHECKER_PATCHED" if owner.startswith("torch") or owner == "random" else "RUNNER_PATCHED"
+
+
+def _source_of(path: str) -> str:
+    """The .py file of a compiled one."""
+    file = Path(path)
+    if file.suffix != ".pyc" or file.parent.name != "__pycache__":
+        return path
+    return str(file.parent.parent / (file.name.partition(".")[0] + ".py"))
+
+
+class Runner:
+    """The candidate, and the commands that the judge may give."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self.folder = folder
+        self.device = torch.device(device)
+        self.guard: Guard | None = None
+        self.functions: dict[str, Callable[..., Any]] = {}
+        self.sets: list[Any] = []
+        """Arguments for timed calls, as the judge drew them; calls get scaled copies."""
+        self.staged: list[Any] = []
+        self.outputs: list[Any] = []
+        self.libc = ctypes.CDLL(None)
+        self._evict: HostEviction | None = None
+        self._estimates: dict[str, tuple[float, float]] = {}
+
+    @property
+    def instrument(self) -> GpuInstrument | None:
+        """The GPU's, where the inputs are on one."""
+        return None if self.device.type == "cpu" else gpu_instrument(self.device.index or 0)
+
+    def synchronize(self) -> None:
+        """Waits for all streams."""
+        if self.instrument is not None:
+            self.instrument.synchronize()
+
+    # What the judge can ask for.
+
+    def do_import(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Imports a file, and finds the function."""
+        if message["guarded"]:
+            self._warm_up_torch()
+            path = os.path.realpath(message["file"])
+            self.guard = Guard(self.folder, message["reference"], path)
+            self.settings = _settings()
+        start = _clock()
+        builder = case_files.load(f"{message['file']}:{message['function']}")
+        self.functions["candidate" if message["guarded"] else "reference"] = builder.function
+        return {"seconds": _clock() - start}
+
+    def _warm_up_torch(self) -> None:
+        """What torch sets up at the first use of a thing is not the candidate's doing."""
+        if self.device.type != "cpu":
+            assert self.instrument is not None
+            zero_of(self.instrument.index, "cold")
+            zero_of(self.instrument.index, "hot")
+        (torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)).sum().backward()
+
+    def do_compile(self, message: dict[str, Any]) -> dict[str, Any]:
+        """torch.compile of the reference, tried on one input."""
+        compiled = torch.compile(self.functions["reference"], dynamic=False)
+        args, kwargs = self._arguments(message["inputs"])
+        compiled(*args, **kwargs)
+        self.synchronize()
+        self.functions["torch.compile"] = compiled
+        return {}
+
+    def do_match(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The function of nearpeak.kernels that gives what the reference gives, where there is one."""
+        from nearpeak import kernels
+
+        drawn = [self._arguments(file) for file in message["inputs"]]
+        names = [name for name in kernels.__all__ if name.islower() and callable(getattr(kernels, name))]
+        variants: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names] + [("attention", {"causal": True})]
+        for name, extra in variants:
+            function = functools.partial(getattr(kernels, name), **extra)
+            if all(self._agrees(function, args, kwargs) for args, kwargs in drawn):
+                self.functions["nearpeak"] = function
+                shown = "".join(f", {key}={value}" for key, value in extra.items())
+                return {"kernel": f"kernels.{name}{shown and '(...' + shown + ')'}"}
+        return {"kernel": None}
+
+    def _agrees(self, function: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+        try:
+            copies = map_tensors(args, lambda tensor: tensor.detach().clone())
+            expected = tensors_in(self.functions["reference"](*copies, **kwargs))
+            found = tensors_in(function(*map_tensors(args, lambda tensor: tensor.detach().clone()), **kwargs))
+        except Exception:  # any error says that it is for other arguments
+            return False
+        if not expected or len(found) != len(expected):
+            return False
+        for a, b in zip(expected, found, strict=True):
+            if a.shape != b.shape or a.dtype != b.dtype or not a.is_floating_point():
+                return False
+            scale = float(a.double().abs().mean()) + 1e-30
+            if not float((a.double() - b.double()).abs().max()) < 64 * torch.finfo(a.dtype).eps * scale + 1e-12:
+                return False
+        return True
+
+    def do_once(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One call and nothing else, for a tool that watches it."""
+        args, kwargs = self._arguments(message["inputs"])
+        self.functions["reference"](*args, **kwargs)
+        self.synchronize()
+        return {}
+
+    def do_call(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One call on given inputs: its results right after it returned, and later; its gradients."""
+        args, kwargs = self._arguments(message["inputs"])
+        seeds = read_own(self, message["gradients"]) if message.get("gradients") else None
+        before = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+        with self._surroundings(message):
+            self._poison(args)
+            if message.get("graph"):
+                result = self._captured(args, kwargs)
+            else:
+                result = self._delayed_call(args, kwargs) if message.get("delayed") else self._call(args, kwargs)
+            reply = self._form(result)
+            if "charge" in reply:
+                return reply
+            snapshot = [_clone(tensor.detach()) for tensor in tensors_in(result)]
+            if message.get("stream"):
+                torch.cuda.current_stream().synchronize()
+        self._no_poison()
+        gradients = None if seeds is None else self._gradients(result, (args, kwargs), seeds)
+        if message.get("patient"):
+            self.synchronize()
+            _sleep(ESCAPE_WAIT_S)
+        self.synchronize()
+        later = [tensor.detach() for tensor in tensors_in(result)]
+        changed = [_same_bits(a, b) is False for a, b in zip(snapshot, later, strict=True)]
+        inputs_now = tensors_in((args, kwargs))
+        mutated = [
+            i for i, (a, b) in enumerate(zip(tensors_in(before), inputs_now, strict=True)) if not _same_bits(a, b)
+        ]
+        content = {
+            "results": snapshot,
+            "later": later if any(changed) else None,
+            "gradients": gradients,
+            "inputs": [tensor.detach() for tensor in inputs_now] if mutated else None,
+        }
+        self._write(message["outputs"], content)
+        return {**reply, "mutated": mutated}
+
+    def do_sequence(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Inputs A, then B in the same memory, B again, and A in new memory: what is kept between calls shows."""
+        args, kwargs = self._arguments(message["first"])
+        others = tensors_in(self._arguments(message["second"]))
+        snapshots = []
+        self._poison(args)
+        first = self._call(args, kwargs)
+        reply = self._form(first)
+        if "charge" in reply:
+            return reply
+        snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(first)])
+        with torch.no_grad():
+            for tensor, new in zip(tensors_in((args, kwargs)), others, strict=True):
+                if 0 not in tensor.stride():
+                    tensor.copy_(new)
+        self._shuffle_allocator()
+        for _ in range(2):
+            self._poison(args)
+            result = self._call(args, kwargs)
+            snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(result)])
+        fresh = self._arguments(message["first"])
+        self._poison(args)
+        last = self._call(*fresh)
+        snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(last)])
+        self._no_poison()
+        self.synchronize()
+        overwritten = [_same_bits(a, b.detach()) is False for a, b in zip(snapshots[0], tensors_in(first), strict=True)]
+        repeated = all(_same_bits(a, b) for a, b in zip(snapshots[1], snapshots[2], strict=True))
+        self._write(message["outputs"], {"snapshots": snapshots})
+        return {**reply, "overwritten": any(overwritten), "deterministic": repeated}
+
+    def do_probe(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The least time of a call on inputs that stay the same, and on the same tensors with one element changed."""
+        args, kwargs = self._arguments(message["inputs"])
+        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() > 1 and 0 not in tensor.stride()]
+        for _ in range(2):
+            self._call(args, kwargs)
+        same: list[float] = []
+        changed: list[float] = []
+        result: Any = None
+        with quiet_collector():
+            for i in range(message["calls"]):
+                for times, changes in ((same, False), (changed, True)):
+                    if changes:
+                        _change_one(tensors, i, message["seed"])
+                    else:
+                        self._call(args, kwargs)  # so that the timed call is a repetition
+                    del result
+                    self.synchronize()
+                    start = _clock()
+                    result = self.functions["candidate"](*args, **kwargs)
+                    self.synchronize()
+                    times.append(_clock() - start)
+        self._write(
+            message["outputs"], {"results": [t.detach() for t in tensors_in(result)], "arguments": (args, kwargs)}
+        )
+        return {"same": same, "changed": changed}
+
+    def do_sets(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Loads the arguments that timed calls are made of."""
+        self.sets = [self._arguments(file) for file in message["inputs"]]
+        self._estimates = {}
+        self.staged, self.outputs = [], []
+        return {}
+
+    def do_block(self, message: dict[str, Any]) -> dict[str, Any]:
+        """One block of timed calls, each on inputs that it has not seen; the results are kept until the next block."""
+        name, cache = message["name"], message["cache"]
+        function = self.functions[name]
+        self.outputs = []
+        self._stage(message["seed"], message["calls"])
+        position = 0
+
+        def call() -> None:
+            nonlocal position
+            args, kwargs = self.staged[position % len(self.staged)]
+            self.outputs.append(function(*args, **kwargs))
+            position += 1
+
+        def touch() -> None:
+            if cache == "hot":
+                for tensor in tensors_in(self.staged[position % len(self.staged)]):
+                    if tensor.is_floating_point() and tensor.element_size() > 1:
+                        tensor.detach().sum()
+
+        calls = len(self.staged)
+        with quiet_collector():
+            device = self.instrument
+            if device is None:
+                if self._evict is None:
+                    self._evict = HostEviction()
+                evict = self._evict if cache == "cold" else None
+                reset = touch if cache == "hot" else None
+                block = HostSampler(call, cache, call_seconds=0.0, reset=reset, evict=evict, calls=calls).block()
+                method = f"host clock around each of {calls} calls on new inputs"
+            else:
+                seconds, enqueue = self._estimate(name)
+                zero = zero_of(device.index, cache).events
+                stage = Stage(device, cache, reset=touch, pace_seconds=min(2e-3, 2 * seconds))
+                sampler = EventSampler(
+                    device, call, stage, call_seconds=seconds, enqueue_seconds=enqueue, zero_seconds=zero, calls=calls
+                )
+                block, method = sampler.block(), f"{sampler.method}; new inputs for each call"
+        return {
+            "seconds": block.seconds,
+            "readings": list(block.readings),
+            "launch_hidden": block.launch_hidden,
+            "method": method,
+        }
+
+    def _estimate(self, name: str) -> tuple[float, float]:
+        """Seconds of a call, and of the host until it returns."""
+        if name not in self._estimates:
+            args, kwargs = self.staged[0]
+            for _ in range(2):
+                self.synchronize()
+                start = _clock()
+                self.functions[name](*args, **kwargs)
+                enqueued = _clock() - start
+                self.synchronize()
+                self._estimates[name] = _clock() - start, enqueued
+        return self._estimates[name]
+
+    def do_kept(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Writes the results of the calls of the last block that the judge has chosen."""
+        self.synchronize()
+        kept = self.outputs[-message["calls"] :]
+        self._write(message["outputs"], {"results": [tensors_in(kept[i]) for i in message["chosen"]]})
+        return {}
+
+    def do_stage(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Makes the inputs of the next `do_run`."""
+        self.outputs = []
+        self._stage(message["seed"], message["calls"])
+        self.synchronize()
+        return {}
+
+    def do_run(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Calls in a row and one synchronization, which the judge times too."""
+        function = self.functions[message["name"]]
+        start = _clock()
+        enqueue = 0.0
+        for i in range(message["calls"]):
+            args, kwargs = self.staged[i % len(self.staged)]
+            self.outputs = [function(*args, **kwargs)]
+        enqueue = _clock() - start
+        self.synchronize()
+        return {"seconds": _clock() - start, "enqueue": enqueue}
+
+    def do_latency(self, message: dict[str, Any]) -> dict[str, Any]:
+        """On a GPU: the time until the current stream is done, and until the whole device is."""
+        device = self.instrument
+        assert device is not None
+        function = self.functions["candidate"]
+        args, kwargs = self.sets[0]
+        stream_times, device_times = [], []
+        end = device.backend.event()
+        for _ in range(PROBE_CALLS):
+            device.synchronize()
+            start = _clock()
+            function(*args, **kwargs)
+            end.record()
+            end.synchronize()
+            stream_times.append(_clock() - start)
+            device.synchronize()
+            device_times.append(_clock() - start)
+        return {"stream": min(stream_times), "device": min(device_times)}
+
+    def do_kernels(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The kernels of a call on a GPU, or the operators of torch on a CPU, with their time."""
+        args, kwargs = self.sets[0]
+        function = self.functions["candidate"]
+        function(*args, **kwargs)
+        totals: dict[str, list[float]] = {}
+        if self.instrument is not None:
+            for kernel in profile_calls(lambda: function(*args, **kwargs), 1, synchronize=self.synchronize)[0]:
+                entry = totals.setdefault(kernel.name, [0, 0.0])
+                entry[0] += 1
+                entry[1] += kernel.seconds
+        else:
+            start = _clock()
+            with torch.autograd.profiler.profile(use_kineto=True) as profiler:
+                start = _clock()
+                function(*args, **kwargs)
+                wall = _clock() - start
+            for event in profiler.key_averages():
+                if event.self_cpu_time_total > 0 and not event.key.startswith("[memory]"):
+                    totals[event.key] = [event.count, event.self_cpu_time_total * 1e-6]
+            rest = wall - sum(seconds for _, seconds in totals.values())
+            totals["outside of torch's operators"] = [1, max(0.0, rest)]
+        triton = sys.modules.get("triton")
+        return {
+            "kernels": [[name, int(calls), seconds] for name, (calls, seconds) in totals.items()],
+            "interpreted": triton is not None and os.environ.get("TRITON_INTERPRET") == "1",
+        }
+
+    def do_held(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Bytes of tensors that live now, and after some calls on new inputs whose results were dropped."""
+        function = self.functions["candidate"]
+        self.staged, self.outputs = [], []
+        sizes = [self._live_bytes()]
+        for i in range(message["calls"]):
+            args, kwargs = self._scaled(random.Random(message["seed"] + i))
+            function(*args, **kwargs)
+            del args, kwargs
+            sizes.append(self._live_bytes())
+        return {"bytes": sizes}
+
+    def do_integrity(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What the candidate was seen to do to this process."""
+        assert self.guard is not None
+        self.guard.inspect()
+        changed = [name for name, value in _settings().items() if self.settings[name] != value]
+        return {"charges": self.guard.seen, "settings": changed}
+
+    # How it does that.
+
+    def _arguments(self, file: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = read_own(self, file)
+        return tuple(args), kwargs
+
+    def _write(self, file: str, tree: Any) -> None:
+        self.synchronize()
+        with self.guard.own() if self.guard is not None else contextlib.nullcontext():
+            write_tensors(self.folder / Path(file).name, tree)
+
+    def _call(self, args: Any, kwargs: Any) -> Any:
+        return self.functions["candidate"](*args, **kwargs)
+
+    def _delayed_call(self, args: Any, kwargs: Any) -> Any:
+        """A call whose inputs get their values late on the current stream: other streams read what was before."""
+        device = self.instrument
+        if device is None:
+            return self._call(args, kwargs)
+        values = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+        with torch.no_grad():
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.is_floating_point() and tensor.element_size() > 1 and 0 not in tensor.stride():
+                    tensor.zero_()
+            device.synchronize()
+            device.spin(2e-3)
+            for tensor, value in zip(tensors_in((args, kwargs)), tensors_in(values), strict=True):
+                if 0 not in tensor.stride():
+                    tensor.copy_(value)
+        return self._call(args, kwargs)
+
+    def _captured(self, args: Any, kwargs: Any) -> Any:
+        """The result of a CUDA graph of the call, replayed on values that were not there when it was captured."""
+        device = self.instrument
+        assert device is not None
+        values = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
+        with torch.no_grad():
+            for tensor in tensors_in((args, kwargs)):
+                if tensor.is_floating_point() and tensor.element_size() > 1:
+                    tensor.mul_(0.5)
+        for _ in range(2):
+            self._call(args, kwargs)
+        device.synchronize()
+        results: list[Any] = []
+        try:
+            graph = device.backend.capture(lambda: results.append(self._call(args, kwargs)))
+        except RuntimeError:
+            device.recover_from_capture()
+            raise
+        with torch.no_grad():
+            for tensor, value in zip(tensors_in((args, kwargs)), tensors_in(values), strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        device.synchronize()
+        self.outputs = [graph]
+        return results[-1]
+
+    @contextlib.contextmanager
+    def _surroundings(self, message: dict[str, Any]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if message.get("stream"):
+                device = self.instrument
+                assert device is not None
+                device.synchronize()
+                stack.enter_context(device.backend.on_stream(device.backend.new_stream()))
+            if message.get("autocast"):
+                dtype = getattr(torch, message["autocast"])
+                stack.enter_context(torch.autocast(self.device.type, dtype=dtype))
+            yield
+
+    def _gradients(self, result: Any, arguments: Any, seeds: Any) -> list[Any]:
+        outputs = [tensor for tensor in tensors_in(result) if tensor.is_floating_point()]
+        inputs = [tensor for tensor in tensors_in(arguments) if tensor.requires_grad]
+        pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if output.requires_grad]
+        if not pairs:
+            return [None for _ in inputs]
+        return list(
+            torch.autograd.grad(
+                [output for output, _ in pairs],
+                inputs,
+                [seed.to(output.dtype) for output, seed in pairs],
+                allow_unused=True,
+            )
+        )
+
+    def _form(self, result: Any) -> dict[str, Any]:
+        for tensor in tensors_in(result):
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                return {"charge": "LAZY_RESULT", "evidence": f"it returned a {type(tensor).__name__}"}
+        if not tensors_in(result):
+            return {"charge": "WRONG_FORM", "evidence": f"it returned a {type(result).__name__} without tensors"}
+        return {
+            "form": [
+                [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type]
+                for tensor in tensors_in(result)
+            ]
+        }
+
+    def _poison(self, args: Any) -> None:
+        """Memory that will be allocated next holds `POISON`."""
+        if self.device.type == "cpu":
+            self.libc.mallopt(M_PERTURB, POISON ^ 0xFF)
+            return
+        sizes = {1 << k for k in range(9, 24, 2)}
+        sizes |= {tensor.numel() * tensor.element_size() for tensor in tensors_in(args)}
+        blocks = [
+            torch.full((size,), POISON, dtype=torch.uint8, device=self.device)
+            for size in sorted(sizes)
+            for _ in range(2)
+            if size <= LARGEST_BLOCK_BYTES
+        ]
+        del blocks
+
+    def _no_poison(self) -> None:
+        if self.device.type == "cpu":
+            self.libc.mallopt(M_PERTURB, 0)
+
+    def _shuffle_allocator(self) -> None:
+        """Allocates and frees blocks in another order, so that results do not get the memory of earlier ones."""
+        blocks = [torch.empty(1 << k, dtype=torch.uint8, device=self.device) for k in (9, 12, 16, 20, 22, 9, 14, 21)]
+        random.Random(len(self.outputs)).shuffle(blocks)
+        self._ballast = blocks[:3]
+
+    def _scaled(self, draws: random.Random) -> tuple[Any, Any]:
+        args, kwargs = self.sets[draws.randrange(len(self.sets))]
+        factor = draws.uniform(0.5, 1.5)
+        return scaled(args, factor), scaled(kwargs, factor)
+
+    def _stage(self, seed: int, calls: int) -> None:
+        draws = random.Random(seed)
+        self.staged = [self._scaled(draws) for _ in range(calls)]
+
+    def _live_bytes(self) -> int:
+        if self.device.type != "cpu":
+            self.synchronize()
+            return int(torch.cuda.memory_allocated(self.device))
+        storages = {}
+        for thing in gc.get_objects():
+            if type(thing) in (torch.Tensor, torch.nn.Parameter):
+                storage = thing.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+
+def read_own(runner: Runner, file: str) -> Any:
+    """The tensors of a file in the judge's folder."""
+    with runner.guard.own() if runner.guard is not None else contextlib.nullcontext():
+        return read_tensors(runner.folder / Path(file).name, runner.device)
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    return a.shape == b.shape and (not a.numel() or bool(_equal(a.view(torch.uint8), b.view(torch.uint8))))
+
+
+def _change_one(tensors: list[torch.Tensor], turn: int, seed: int) -> None:
+    """Gives one element of each floating-point tensor another value."""
+    draws = random.Random(seed + turn)
+    with torch.no_grad():
+        for tensor in tensors:
+            index = tuple(draws.randrange(size) for size in tensor.shape)
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                tensor[index] = draws.uniform(2.0, 4.0) * draws.choice((-1, 1))
+            elif not tensor.is_floating_point():
+                tensor[index] = tensor[tuple(draws.randrange(size) for size in tensor.shape)].clone()
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "torch.get_num_threads": torch.get_num_threads(),
+        "torch.get_float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "torch.get_default_dtype": str(torch.get_default_dtype()),
+        "torch.is_grad_enabled": torch.is_grad_enabled(),
+        "torch.are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled(),
+        "torch.backends.cuda.matmul.allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
+    }
+
+
+def main(arguments: list[str]) -> None:
+    """Reads commands from one descriptor and replies to another, until the first ends."""
+    commands, replies = int(arguments[0]), int(arguments[1])
+    runner = Runner(Path(arguments[2]), arguments[3])
+    if gpu_backend() is not None and runner.device.type != "cpu":
+        assert runner.instrument is not None
+    write_message(replies, {"token": "", "ready": True})
+    with os.fdopen(commands, "rb", buffering=1 << 16) as lines:
+        for line in lines:
+            message = json.loads(line)
+            reply = _obey(runner, message)
+            runner._no_poison()
+            write_message(replies, {**reply, "token": message["token"]})
+
+
+def _obey(runner: Runner, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        reply: dict[str, Any] = getattr(runner, f"do_{message['do']}")(message)
+        return reply
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an exit too: what the candidate raises is for the judge to name
+        cause = error.__cause__ or error
+        return {"error": describe_error(cause), "kind": type(cause).__name__}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,244 @@
+"""How far a result may be from the reference in float64: as far as rounding explains, and no constant.
+
+An element's unit of error w is what rounding of the result adds (the unit roundoff of its dtype times its magnitude),
+plus what rounding of the inputs to the precision of the arithmetic adds, which is found by perturbing the inputs in
+float64: that contains the cancellation and the depth of the sums. The reference in its own dtype has some error in
+these units; a candidate may have `FACTOR` times that, and sums in another order, whose error grows as the square root
+of their length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nearpeak.judging.exchange import map_tensors, tensors_in
+
+FACTOR = 4.0
+PRECISION_FACTOR = 4.0
+"""The typical error over that of the reference at which the arithmetic is called less precise."""
+DRAWS = 2
+"""Perturbations of the inputs, where they are small."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the reference gives for some inputs: results and gradients, in its own dtype and in float64."""
+
+    own: list[torch.Tensor]
+    exact: list[torch.Tensor]
+    perturbed: list[torch.Tensor]
+    """The root mean square of what a perturbation of the inputs changes, element by element."""
+    unit: float
+    """The unit roundoff of the arithmetic."""
+    depth: int
+    """The length of the longest sum that the inputs allow."""
+    mutated: list[int]
+    """Positions of the inputs that the reference changes; their new values are the last of the results."""
+    is_exact: bool
+    """Whether the reference runs in float64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """A result beside the answer."""
+
+    error: float
+    """The largest error over its tolerance."""
+    rms_ratio: float
+    """The typical error over that of the reference."""
+    wrong_share: float
+    """Elements out of tolerance."""
+    unwritten_share: float
+    """Elements out of tolerance that hold exactly zero."""
+    relative: float
+    """The root mean square error over that of the values."""
+    looks_rounded: bool
+    """Whether the errors are small and everywhere, as those of a narrower dtype are."""
+    lowered: bool
+    """Whether the typical error is larger than the order of sums explains."""
+    where: str = ""
+    """The largest error in words."""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every element is within its tolerance, and the typical error is."""
+        return self.error <= 1 and not self.lowered
+
+
+def answer(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    seeds: Sequence[torch.Tensor] | None = None,
+    context: Any = None,
+    draws: int = DRAWS,
+) -> Answer:
+    """The reference on these inputs; `seeds` are the gradients of its results, where gradients are compared."""
+    widest = _widest(args, kwargs)
+    unit = torch.finfo(torch.float64).eps / 2 if widest == torch.float64 else torch.finfo(torch.float32).eps / 2
+    own, mutated = _run(function, args, kwargs, seeds, context)
+    devices = {tensor.device for tensor in tensors_in((args, kwargs))}
+    generators = {device: torch.Generator(device).manual_seed(0x5EED) for device in devices}
+
+    def perturb(tensor: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(
+            tensor.shape, generator=generators[tensor.device], dtype=torch.float32, device=tensor.device
+        )
+        return tensor.detach() * (1 + unit * noise.double())
+
+    try:
+        wide = _wide((args, kwargs))
+        exact, _ = _run(function, wide[0], wide[1], seeds, None)
+        is_exact = True
+        squares = [torch.zeros_like(tensor.double()) for tensor in exact]
+        for _ in range(draws):
+            moved = map_tensors(wide, lambda t: perturb(t).requires_grad_(t.requires_grad) if _is_wide(t) else t)
+            for square, a, b in zip(squares, _run(function, moved[0], moved[1], seeds, None)[0], exact, strict=True):
+                difference = a.double() - b.double()
+                square += torch.where(difference.isfinite(), difference, 0.0) ** 2 / draws
+    except Exception:  # a reference may be written for one dtype: then it is compared with itself
+        exact, is_exact = own, False
+        squares = [torch.zeros_like(tensor.double()) for tensor in exact]
+    depth = max((max(tensor.shape, default=1) for tensor in tensors_in((args, kwargs))), default=1)
+    perturbed = [square.sqrt() for square in squares]
+    return Answer(
+        own=own, exact=exact, perturbed=perturbed, unit=unit, depth=max(1, depth), mutated=mutated, is_exact=is_exact
+    )
+
+
+def _run(
+    function: Callable[..., Any], args: Any, kwargs: Any, seeds: Sequence[torch.Tensor] | None, context: Any
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Results, changed inputs and gradients of one call, which gets copies of the inputs."""
+    copies = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+    before = [tensor.detach().clone() for tensor in tensors_in(copies)]
+    if context is not None:
+        with context():
+            result = function(*copies[0], **copies[1])
+    else:
+        result = function(*copies[0], **copies[1])
+    results = tensors_in(result)
+    after = tensors_in(copies)
+    mutated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not same_values(a, b)]
+    values = [tensor.detach() for tensor in results] + [after[i].detach() for i in mutated]
+    if seeds is not None:
+        inputs = [tensor for tensor in after if tensor.requires_grad]
+        outputs = [tensor for tensor in results if tensor.is_floating_point()]
+        pairs = [(output, seed) for output, seed in zip(outputs, seeds, strict=True) if output.requires_grad]
+        gradients = torch.autograd.grad(
+            [output for output, _ in pairs],
+            inputs,
+            [seed.to(output.dtype) for output, seed in pairs],
+            allow_unused=True,
+        )
+        values += [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, gradients, strict=True)]
+    return values, mutated
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits."""
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    return a.shape == b.shape and (not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+
+
+def _is_wide(tensor: torch.Tensor) -> bool:
+    return tensor.dtype == torch.float64
+
+
+def _wide(tree: Any) -> Any:
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+    return map_tensors(tree, widen)
+
+
+def _widest(args: Any, kwargs: Any) -> torch.dtype:
+    floats = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    return max(floats, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
+
+
+def agreement(
+    result: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, perturbed: torch.Tensor, known: Answer
+) -> Agreement:
+    """How far a result is from the answer; results that are no floating-point numbers must be equal."""
+    if not own.numel():
+        return Agreement(
+            error=0, rms_ratio=0, wrong_share=0, unwritten_share=0, relative=0, looks_rounded=False, lowered=False
+        )
+    result = result.to(own.device)
+    if not own.is_floating_point():
+        wrong = (result != own) & (result != exact.to(own.dtype))
+        return _exact_agreement(result, own, wrong)
+    roundoff = torch.finfo(own.dtype).eps / 2
+    c, o, e = result.double(), own.double(), exact.double()
+    finite = o.isfinite() & e.isfinite()
+    both = finite & c.isfinite()
+    scale = float((torch.where(finite, e, 0.0) ** 2).mean().sqrt())
+    tiny = float(torch.finfo(own.dtype).tiny) * (2.0**-6 if own.dtype == torch.float16 else 1.0)
+    w = roundoff * e.abs().nan_to_num(posinf=0.0) + perturbed + known.unit * scale + tiny
+    own_error = torch.where(finite, (o - e).abs() / w, 0.0)
+    error = torch.where(both, (c - e).abs() / w, 0.0)
+    worst_own = max(1.0, float(own_error.max()))
+    order = math.sqrt(known.depth) / 2
+    tolerance = FACTOR * (worst_own + order * (perturbed + known.unit * scale) / w)
+    ratio = torch.where(both, error / tolerance, 0.0)
+    # Where the reference overflows, its own value counts as well as the one in float64; so does the same infinity.
+    same = (c == o) | (c == e) | (c.isnan() & (o.isnan() | e.isnan()))
+    near_exact = c.isfinite() & e.isfinite() & ((c - e).abs() <= tolerance * w)
+    near_own = c.isfinite() & o.isfinite() & ((c - o).abs() <= tolerance * w.nan_to_num(posinf=0.0))
+    odd = ~both & ~(same | near_exact | near_own)
+    ratio = torch.where(odd, math.inf, ratio)
+    typical_own = float((torch.where(both, own_error, 0.0) ** 2).mean().sqrt())
+    typical = float((error**2).mean().sqrt())
+    rms_ratio = typical / max(typical_own, 0.3)
+    wrong = ratio > 1
+    wrong_share = float(wrong.double().mean())
+    relative = float((torch.where(both, c - e, 0.0) ** 2).mean().sqrt()) / max(scale, 1e-300)
+    several = own.numel() >= 64
+    share = float((perturbed + known.unit * scale).mean() / w.mean())
+    limit = PRECISION_FACTOR * max(1.0, order * share)
+    everywhere = float((error > 2 * max(typical_own, 0.3)).double().mean()) > 0.3
+    looks_rounded = several and relative < 0.05 and everywhere and not bool(odd.any())
+    index = int(ratio.reshape(-1).argmax())
+    return Agreement(
+        error=float(ratio.max()),
+        rms_ratio=rms_ratio,
+        wrong_share=wrong_share,
+        unwritten_share=float((wrong & (c == 0)).double().mean()),
+        relative=relative,
+        looks_rounded=looks_rounded,
+        lowered=several and rms_ratio > limit and not bool(odd.any()),
+        where=_where(index, own, c, e),
+    )
+
+
+def _where(index: int, own: torch.Tensor, c: torch.Tensor, e: torch.Tensor) -> str:
+    place = []
+    rest = index
+    for size in reversed(own.shape):
+        place.append(rest % size)
+        rest //= size
+    found, expected = c.reshape(-1)[index], e.reshape(-1)[index]
+    return f"[{', '.join(map(str, reversed(place)))}] is {float(found):.6g}, in float64 {float(expected):.6g}"
+
+
+def _exact_agreement(result: torch.Tensor, own: torch.Tensor, wrong: torch.Tensor) -> Agreement:
+    share = float(wrong.double().mean())
+    index = int(wrong.reshape(-1).to(torch.uint8).argmax())
+    return Agreement(
+        error=math.inf if share else 0.0,
+        rms_ratio=0.0,
+        wrong_share=share,
+        unwritten_share=float((wrong & (result == 0)).double().mean()),
+        relative=share,
+        looks_rounded=False,
+        lowered=False,
+        where=_where(index, own, result.double(), own.double()),
+    )
