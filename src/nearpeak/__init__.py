@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nearpeak.findings.engine import Waste, rule
     from nearpeak.fixes.engine import fix, fix_from, fixed
     from nearpeak.fixes.record import FixReport
+    from nearpeak.judging.judge import judge
+    from nearpeak.judging.judgement import Judgement
     from nearpeak.machines.machine import Machine
     from nearpeak.measure import inputs
     from nearpeak.measure.bench import bench
@@ -46,6 +48,7 @@ __all__ = [
     "Estimate",
     "Finding",
     "FixReport",
+    "Judgement",
     "Machine",
     "NearpeakError",
     "Profile",
@@ -62,6 +65,7 @@ __all__ = [
     "fixed",
     "forget_cost",
     "inputs",
+    "judge",
     "kernels",
     "load",
     "machine",
@@ -78,6 +82,7 @@ _HOME = {
     "Estimate": "nearpeak.bound.estimate",
     "Finding": "nearpeak.profiles.finding",
     "FixReport": "nearpeak.fixes.record",
+    "Judgement": "nearpeak.judging.judgement",
     "Machine": "nearpeak.machines.machine",
     "NearpeakError": "nearpeak.errors",
     "Profile": "nearpeak.profiles.profile",
@@ -94,6 +99,7 @@ _HOME = {
     "fixed": "nearpeak.fixes.engine",
     "forget_cost": "nearpeak.ops.declare",
     "inputs": "nearpeak.measure.inputs",
+    "judge": "nearpeak.judging.judge",
     "kernels": "nearpeak.kernels",
     "load": "nearpeak.profiling.load",
     "machine": "nearpeak.calibrate.machine",

@@ -20,6 +20,7 @@ import nearpeak
 from nearpeak import plan
 from nearpeak._display import Result, headline
 from nearpeak.diffs.difference import difference
+from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Rival, Speed, SuiteJudgement
 from nearpeak.machines import catalogue
 from nearpeak.machines.machine import Ceiling
 from nearpeak.measure.timing import Comparison, Sweep
@@ -84,7 +85,44 @@ def validation():
     )
 
 
+def judgement(name: str = "kernel.py:softmax"):
+    """Of a candidate that is wrong and slow."""
+    made = timing(name="candidate")
+    ratio = {"ratio": 2.0, "low": 1.9, "high": 2.1, "verdict": "SLOWER"}
+    speed = Speed(
+        sizes="rows=4",
+        candidate=Rival(name="candidate", timing=made, hot_seconds=1e-6),
+        rivals=(Rival(name="reference", timing=made, **ratio),),
+        enqueue_seconds=2e-6,
+        bound_seconds=1e-6,
+        bound_limiter="memory",
+        ceilings="measured",
+    )
+    return Judgement(
+        candidate=name,
+        reference="reference.py:softmax",
+        charges=(Charge(name="WRONG_EDGES", evidence="columns 1001"),),
+        checks=(
+            Check(kind="sizes", inputs="float32 4x1001", outcome="failed", error=9.0, rms_ratio=3.0, detail="[0] is 1"),
+            Check(kind="strides", inputs="float32 4x8", outcome="refused", detail="ValueError: contiguous only"),
+        ),
+        speeds=(speed,),
+        kernels=(KernelShare(name="ampere_sgemm", calls=1, seconds=1e-6, share=1.0, library="cuBLAS"),),
+        deterministic=True,
+        bytes_held=0.0,
+        last_words="Segmentation fault",
+        notes=("A note.",),
+        environment=made.environment,
+        seconds=12.0,
+    )
+
+
 MADE = {
+    "Judgement": (judgement, "<Judgement of kernel.py:softmax: WRONG_EDGES, 0.500 x as fast>"),
+    "SuiteJudgement": (
+        lambda: SuiteJudgement(folder="tasks", judgements=(judgement(),), failures={"a.py": "no function"}),
+        "<Judgements of tasks: 0 of 1 accepted>",
+    ),
     "Machine": (machine, "<Machine h200-sxm: 4.70 TB/s, bfloat16 930 TFLOP/s (derated)>"),
     "Timing": (timing, "<Timing of softmax: 10.00 us [9.90, 10.10] device time, 50.0 % of the bound, grade A>"),
     "Comparison": (comparison, "<Comparison: fused is FASTER against plain, 0.500 x the time [0.490, 0.510]>"),

@@ -16,7 +16,7 @@ from nearpeak import __version__
 from nearpeak._display import printable
 from nearpeak._stage_times import TIMES
 from nearpeak.cli.output import Streams, narrate, narrate_text
-from nearpeak.cli.verbs import bench, comm, diff, doctor, estimate, gallery, machine, plan, profile, report
+from nearpeak.cli.verbs import bench, comm, diff, doctor, estimate, gallery, judge, machine, plan, profile, report
 from nearpeak.errors import (
     EXIT_INTERRUPTED,
     EnvironmentProblem,
@@ -42,6 +42,7 @@ class Verb(Protocol):
 VERBS: dict[str, Verb] = {
     "machine": machine,
     "bench": bench,
+    "judge": judge,
     "estimate": estimate,
     "profile": profile,
     "report": report,

@@ -46,6 +46,7 @@ LARGEST_BLOCK_BYTES = 512 << 20
 PROBE_CALLS = 7
 
 _clock = time.perf_counter
+_processor_clock = time.process_time
 _sleep = time.sleep
 _equal = torch.equal
 _clone = torch.Tensor.clone
@@ -88,8 +89,11 @@ class Guard:
 
     @staticmethod
     def _read(owner: Any) -> dict[str, Any]:
-        """The callables of a module or class."""
-        return {name: value for name, value in vars(owner).items() if callable(value) or isinstance(value, property)}
+        """The callables of a module, or of a class and those that it inherits from."""
+        names: dict[str, Any] = {}
+        for each in reversed(owner.__mro__) if isinstance(owner, type) else (owner,):
+            names |= vars(each)
+        return {name: value for name, value in names.items() if callable(value) or hasattr(value, "__get__")}
 
     @staticmethod
     def _functions() -> dict[str, FunctionType]:
@@ -116,7 +120,7 @@ class Guard:
     def inspect(self) -> None:
         """Compares what there is now with what there was before the candidate was imported."""
         for owner_name, owner in self._owners().items():
-            now = vars(owner)
+            now = self._read(owner)
             for name, value in self._before[owner_name].items():
                 if name in now and now[name] is value:
                     continue
@@ -206,6 +210,8 @@ class Runner:
         """Arguments for timed calls, as the judge drew them; calls get scaled copies."""
         self.staged: list[Any] = []
         self.outputs: list[Any] = []
+        self.last: Any = None
+        """The result of the last checked call."""
         self.libc = ctypes.CDLL(None)
         self._evict: HostEviction | None = None
         self._estimates: dict[str, tuple[float, float]] = {}
@@ -313,6 +319,7 @@ class Runner:
             self.synchronize()
             _sleep(ESCAPE_WAIT_S)
         self.synchronize()
+        self.last = result
         later = [tensor.detach() for tensor in tensors_in(result)]
         changed = [_same_bits(a, b) is False for a, b in zip(snapshot, later, strict=True)]
         inputs_now = tensors_in((args, kwargs))
@@ -327,6 +334,11 @@ class Runner:
         }
         self._write(message["outputs"], content)
         return {**reply, "mutated": mutated}
+
+    def do_look(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The result of the last checked call as it is now."""
+        self._write(message["outputs"], {"results": [tensor.detach() for tensor in tensors_in(self.last)]})
+        return {}
 
     def do_sequence(self, message: dict[str, Any]) -> dict[str, Any]:
         """Inputs A, then B in the same memory, B again, and A in new memory: what is kept between calls shows."""
@@ -348,19 +360,24 @@ class Runner:
             self._poison(args)
             result = self._call(args, kwargs)
             snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(result)])
+        self.synchronize()
+        overwritten = [_same_bits(a, b.detach()) is False for a, b in zip(snapshots[0], tensors_in(first), strict=True)]
         fresh = self._arguments(message["first"])
         self._poison(args)
         last = self._call(*fresh)
         snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(last)])
         self._no_poison()
         self.synchronize()
-        overwritten = [_same_bits(a, b.detach()) is False for a, b in zip(snapshots[0], tensors_in(first), strict=True)]
         repeated = all(_same_bits(a, b) for a, b in zip(snapshots[1], snapshots[2], strict=True))
         self._write(message["outputs"], {"snapshots": snapshots})
         return {**reply, "overwritten": any(overwritten), "deterministic": repeated}
 
     def do_probe(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The least time of a call on inputs that stay the same, and on the same tensors with one element changed."""
+        """The time of calls on inputs that stay the same, and on the same tensors with one element changed.
+
+        On a CPU it is processor time, which other processes do not lengthen.
+        """
+        clock = _processor_clock if self.device.type == "cpu" else _clock
         args, kwargs = self._arguments(message["inputs"])
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() > 1 and 0 not in tensor.stride()]
         for _ in range(2):
@@ -377,10 +394,10 @@ class Runner:
                         self._call(args, kwargs)  # so that the timed call is a repetition
                     del result
                     self.synchronize()
-                    start = _clock()
+                    start = clock()
                     result = self.functions["candidate"](*args, **kwargs)
                     self.synchronize()
-                    times.append(_clock() - start)
+                    times.append(clock() - start)
         self._write(
             message["outputs"], {"results": [t.detach() for t in tensors_in(result)], "arguments": (args, kwargs)}
         )

@@ -19,6 +19,7 @@ import pytest
 from nearpeak._display import printable
 
 if TYPE_CHECKING:
+    from nearpeak.judging.judgement import Judgement
     from nearpeak.measure.timing import Timing
     from nearpeak.profiles.profile import Profile
     from nearpeak.pytest_plugin.measured_test import MeasuredTest
@@ -91,6 +92,21 @@ def nearpeak_profile(request: pytest.FixtureRequest) -> Callable[..., Profile]:
 def nearpeak_bench(request: pytest.FixtureRequest) -> Callable[..., Timing]:
     """`nearpeak_bench(fn, *args)` is `nearpeak.bench(fn, *args)`, judged against the bars of the test's marker."""
     return measured_test_of(request.node).bench
+
+
+@pytest.fixture
+def nearpeak_judge() -> Callable[..., Judgement]:
+    """`nearpeak_judge("kernel.py:fn", against="reference.py:fn")` is `nearpeak.judge`; a charge fails the test."""
+    judge: Callable[..., Judgement] = import_module("nearpeak.judging.judge").judge
+
+    def judged(candidate: str, **options: Any) -> Judgement:
+        judgement = judge(candidate, **options)
+        if not judgement.is_accepted:
+            charges = "\n".join(f"{each.name}: {each.meaning} Seen: {each.evidence}." for each in judgement.charges)
+            pytest.fail(printable(f"{candidate} is rejected.\n{charges}"), pytrace=False)
+        return judgement
+
+    return judged
 
 
 def measured_test_of(item: pytest.Item) -> MeasuredTest:

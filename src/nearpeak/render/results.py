@@ -22,6 +22,8 @@ VIEWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("measure.timing", "Comparison"): ("timing", "comparison_document"),
     ("measure.timing", "Sweep"): ("sweep", "document"),
     ("comm.result", "CommRun"): ("comm", "document"),
+    ("judging.judgement", "Judgement"): ("judgement", "document"),
+    ("judging.judgement", "SuiteJudgement"): ("judgement", "suite_document"),
     ("bound.estimate", "Estimate"): ("estimate", "document"),
     ("profiles.profile", "Profile"): ("profile", "document"),
     ("profiles.finding", "Finding"): ("finding", "document"),

@@ -1,0 +1,218 @@
+"""What the judge catches, and whom it accuses: exploits, planted bugs and honest candidates.
+
+    python -m benchmarks.judge exploits            # every file of exploits/: caught, and by which name
+    python -m benchmarks.judge bugs                # every function of bugs/
+    python -m benchmarks.judge honest --limit 40   # functions x sizes x dtypes, none of which may be accused
+    python -m benchmarks.judge tasks               # softmax, a product with an epilogue, attention; pages with --pages
+
+Each prints a line per judgement and a summary; --json FILE has the lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One candidate of the corpus."""
+
+    name: str
+    candidate: str
+    reference: str
+    charges: tuple[str, ...] = ()
+    """One of which it must get; none for an honest one."""
+    needs_gpu: bool = False
+    sizes: tuple[tuple[str, int], ...] = ()
+    inputs: str | None = None
+
+
+def constants_of(path: Path) -> dict[str, Any]:
+    """The constants at the top of a file, from its text."""
+    constants = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id.isupper():
+            constants[node.targets[0].id] = ast.literal_eval(node.value)
+    return constants
+
+
+def exploits() -> list[Entry]:
+    """Every file of `exploits`."""
+    entries = []
+    for path in sorted((ROOT / "exploits").glob("*.py")):
+        constants = constants_of(path)
+        reference = constants["REFERENCE"]
+        entries.append(
+            Entry(
+                name=path.stem,
+                candidate=f"{path}:{reference}",
+                reference=f"{ROOT / 'references' / reference}.py:{reference}",
+                charges=constants["CHARGES"],
+                needs_gpu=constants.get("NEEDS_GPU", False),
+            )
+        )
+    return entries
+
+
+def bugs() -> list[Entry]:
+    """Every public function of the files of `bugs`, whose name begins with that of its reference."""
+    entries = []
+    for path in sorted((ROOT / "bugs").glob("*.py")):
+        constants = constants_of(path)
+        reference = constants["REFERENCE"]
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                entries.append(
+                    Entry(
+                        name=f"{path.stem}.{node.name}",
+                        candidate=f"{path}:{node.name}",
+                        reference=f"{ROOT / 'references' / reference}.py:{reference}",
+                        charges=("wrong",),
+                    )
+                )
+    return entries
+
+
+def honest() -> list[Entry]:
+    """Candidates of `honest`, at all sizes and dtypes of their references."""
+    entries = []
+    for path in sorted((ROOT / "honest").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                reference, _, _ = node.name.partition("__")
+                file = ROOT / "references" / f"{reference}.py"
+                constants = constants_of(file)
+                for sizes in constants["SIZES"]:
+                    for draw in constants["INPUTS"]:
+                        entries.append(
+                            Entry(
+                                name=f"{path.stem}.{node.name} {draw} {sizes}",
+                                candidate=f"{path}:{node.name}",
+                                reference=f"{file}:{reference}",
+                                needs_gpu=path.stem == "nearpeak_kernels",
+                                sizes=tuple(sizes.items()),
+                                inputs=f"{file}:{draw}",
+                            )
+                        )
+    # Neighbors in the list differ in everything, so that a part of it is a sample.
+    return [entry for start in range(17) for entry in entries[start::17]]
+
+
+def tasks() -> list[Entry]:
+    """Three tasks as contests pose them."""
+    names = ("softmax", "matmul", "attention")
+    return [
+        Entry(
+            name=name,
+            candidate=f"{ROOT / 'tasks' / name}.py:{name}",
+            reference=f"{ROOT / 'references' / name}.py:{name}",
+        )
+        for name in names
+    ]
+
+
+CORPORA = {"exploits": exploits, "bugs": bugs, "honest": honest, "tasks": tasks}
+
+
+def judged(entries: list[Entry], arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row for each entry."""
+    import torch
+
+    from nearpeak.judging.judge import judge
+    from nearpeak.render.html.document import document_page
+    from nearpeak.render.results import document_of
+
+    has_gpu = torch.cuda.is_available()
+    start = time.monotonic()
+    for entry in entries:
+        if entry.needs_gpu and not has_gpu:
+            continue
+        if time.monotonic() - start > arguments.seconds:
+            return
+        options = {"sizes": [dict(entry.sizes)]} if entry.sizes else {}
+        row: dict[str, Any] = {"name": entry.name, "expected": entry.charges}
+        try:
+            judgement = judge(
+                entry.candidate,
+                against=entry.reference,
+                inputs=entry.inputs,
+                timeout=30,
+                max_seconds=arguments.max_seconds,
+                compile_reference=arguments.corpus == "tasks",
+                timed=arguments.corpus != "bugs" and not arguments.no_times,
+                **options,
+            )
+        except Exception as error:
+            yield {**row, "error": f"{type(error).__name__}: {error}", "charges": [], "seconds": 0.0}
+            continue
+        if arguments.pages:
+            page = Path(arguments.pages) / f"{arguments.corpus}_{entry.name.replace(' ', '_')[:60]}.html"
+            page.write_text(document_page(document_of(judgement)), encoding="utf-8")
+            print(judgement.report())
+        yield {
+            **row,
+            "charges": [charge.name for charge in judgement.charges],
+            "evidence": [charge.evidence for charge in judgement.charges],
+            "right": judgement.is_right,
+            "refused": len(judgement.refusals),
+            "checks": len(judgement.checks),
+            "speedups": judgement.speedups,
+            "notes": judgement.notes,
+            "seconds": judgement.seconds,
+        }
+
+
+def is_met(row: dict[str, Any]) -> bool:
+    """Whether a judgement is what was expected of it."""
+    if "error" in row:
+        return False
+    if "wrong" in row["expected"]:
+        return not row["right"] or bool(row["charges"])
+    return bool(set(row["expected"]) & set(row["charges"])) if row["expected"] else not row["charges"]
+
+
+def main() -> int:
+    """Judges a corpus."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", choices=CORPORA)
+    parser.add_argument("--only", default="", help="entries whose name contains this")
+    parser.add_argument("--limit", type=int, default=10_000)
+    parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no judgement after this time")
+    parser.add_argument("--max-seconds", type=float, default=3.0)
+    parser.add_argument("--no-times", action="store_true")
+    parser.add_argument("--pages", metavar="DIR")
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    entries = [entry for entry in CORPORA[arguments.corpus]() if arguments.only in entry.name]
+    rows = []
+    for row in judged(entries[arguments.skip : arguments.skip + arguments.limit], arguments):
+        rows.append(row)
+        state = "ok  " if is_met(row) else "MISS"
+        print(state, row["name"], row.get("error") or row["charges"], f"{row['seconds']:.1f} s", flush=True)
+        if not is_met(row):
+            print("     ", row.get("evidence"), row.get("notes"), flush=True)
+        if arguments.json:
+            Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    met = sum(map(is_met, rows))
+    durations = sorted(row["seconds"] for row in rows) or [0.0]
+    word = {"exploits": "caught and named", "bugs": "found", "honest": "not accused", "tasks": "accepted"}
+    print(
+        f"{arguments.corpus}: {met} of {len(rows)} {word[arguments.corpus]}; "
+        f"{durations[len(durations) // 2]:.1f} s per judgement in the median, {durations[-1]:.1f} s at most"
+    )
+    return 0 if met == len(rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
