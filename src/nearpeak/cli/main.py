@@ -16,7 +16,20 @@ from nearpeak import __version__
 from nearpeak._display import printable
 from nearpeak._stage_times import TIMES
 from nearpeak.cli.output import Streams, narrate, narrate_text
-from nearpeak.cli.verbs import bench, comm, diff, doctor, estimate, gallery, judge, machine, plan, profile, report
+from nearpeak.cli.verbs import (
+    bench,
+    comm,
+    diff,
+    doctor,
+    estimate,
+    fix,
+    gallery,
+    judge,
+    machine,
+    plan,
+    profile,
+    report,
+)
 from nearpeak.errors import (
     EXIT_INTERRUPTED,
     EnvironmentProblem,
@@ -47,6 +60,7 @@ VERBS: dict[str, Verb] = {
     "profile": profile,
     "report": report,
     "diff": diff,
+    "fix": fix,
     "comm": comm,
     "plan": plan,
     "gallery": gallery,
@@ -191,7 +205,7 @@ def _unknown_text(given: Sequence[str], unknown: Sequence[str]) -> str:
     if not asked.startswith("-"):
         return f"{command} does not take {asked!r}. {help_text}"
     script = next((position for position, word in enumerate(given) if word.endswith(".py")), None)
-    if verb == "profile" and script is not None and given.index(asked) < script:
+    if verb in ("profile", "fix") and script is not None and given.index(asked) < script:
         first = given.index(asked)
         moved = [*given[:first], given[script], *given[first:script], *given[script + 1 :]]
         nearest = f" The nearest option of nearpeak is {near[0]}." if near else ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -61,11 +62,11 @@ class Edits:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute of this object alone: in its `__dict__`, past its class."""
-        self._put(_Place(vars(owner), name, owner), value)
+        self._put(_Place.of(vars(owner), name, owner), value)
 
     def set_item(self, mapping: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Sets an item of a dictionary: an option of a parameter group, an entry of a registry."""
-        self._put(_Place(mapping, key, mapping), value)
+        self._put(_Place.of(mapping, key, mapping), value)
 
     def set_forward(self, module: nn.Module, function: Callable[..., Any]) -> None:
         """Gives this module another forward: `function(self, *args, **kwargs)`, which is bound to it.
@@ -111,33 +112,39 @@ class _Layer:
 
 
 class _Place:
-    """An item of a dictionary, with the values that logs have put there."""
+    """An item of a dictionary, with the values that logs have put there; the first is what was found."""
 
     def __init__(self, mapping: MutableMapping[Any, Any], key: Any, owner: Any) -> None:
-        self._mapping, self._key, self._owner = mapping, key, owner
+        self._mapping, self._key, self._owner = mapping, key, type(owner).__name__
+        self._layers: list[_Layer] = []
 
     def __repr__(self) -> str:
-        return f"{self._key} of {type(self._owner).__name__}"
+        return f"{self._key} of {self._owner}"
+
+    @classmethod
+    def of(cls, mapping: MutableMapping[Any, Any], key: Any, owner: Any) -> _Place:
+        """The place that other logs know as well."""
+        place = _places.get((id(mapping), key))
+        if place is None:
+            place = _places[id(mapping), key] = cls(mapping, key, owner)
+        return place
 
     def add(self, layer: _Layer) -> None:
-        entry = (id(self._mapping), self._key)
-        if entry not in _stacks:
-            _stacks[entry] = (self._mapping, [_Layer(self._mapping.get(self._key, ABSENT))])
-        _stacks[entry][1].append(layer)
+        if not self._layers:
+            self._layers.append(_Layer(self._mapping.get(self._key, ABSENT)))
+        self._layers.append(layer)
         self._mapping[self._key] = layer.value
 
     def remove(self, layer: _Layer) -> bool:
         """Whether it could be put back: the value is that of a log, and nobody else's."""
-        entry = (id(self._mapping), self._key)
-        layers = _stacks[entry][1]
-        is_ours = self._mapping.get(self._key, ABSENT) is layers[-1].value
-        layers.remove(layer)
-        if is_ours and layers[-1].value is ABSENT:
+        is_ours = self._mapping.get(self._key, ABSENT) is self._layers[-1].value
+        self._layers.remove(layer)
+        if is_ours and self._layers[-1].value is ABSENT:
             self._mapping.pop(self._key, None)
         elif is_ours:
-            self._mapping[self._key] = layers[-1].value
-        if len(layers) == 1:
-            del _stacks[entry]
+            self._mapping[self._key] = self._layers[-1].value
+        if len(self._layers) == 1:
+            self._layers.clear()
         return is_ours
 
 
@@ -158,9 +165,9 @@ class _Call(_Place):
         return True
 
 
-_stacks: dict[tuple[int, Any], tuple[Any, list[_Layer]]] = {}
-"""The values that logs have put at a place, by the id of its dictionary and its key; the first is what was found there.
-The dictionary is kept, so that its id stays its own."""
+_places: WeakValueDictionary[tuple[int, Any], _Place] = WeakValueDictionary()
+"""By the id of a dictionary and the key. The logs hold the places, and these the dictionaries, so that an id stays its
+own as long as it is needed, and a model that nobody uses is freed."""
 
 
 def with_globals(function: Callable[..., Any], replacements: Mapping[str, Any]) -> FunctionType:

@@ -337,6 +337,9 @@ class _Engine:
     def _batch(self) -> Inputs:
         return Inputs(name="the batch", args=self.args, kwargs=self.kwargs, grad=self.trains)
 
+    def _step(self) -> _Step:
+        return _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains)
+
     def _omits(self, *tried: Fix) -> tuple[str, ...]:
         """The outputs that fixes leave out."""
         return tuple(name for each in (*(kept.fix for kept in self.kept), *tried) for name in each.omits)
@@ -453,10 +456,9 @@ class _Engine:
         if self.machine is None:
             return None, False
         if not captured:
-            step = _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains).run
             with edits.suspended():
-                was = _estimate(step, (), {}, None, self.machine)
-            now = _estimate(step, (), {}, None, self.machine)
+                was = _estimate(self._step().run, (), {}, None, self.machine)
+            now = _estimate(self._step().run, (), {}, None, self.machine)
             saving = None if was is None or now is None else (was.expected_s or 0.0) - (now.expected_s or 0.0)
             return saving or None, False  # a change that no op shows, as compilation, is not predicted
         total, bounds = 0.0, []
@@ -478,7 +480,7 @@ class _Engine:
 
     def _measure(self, logs: Sequence[Edits]) -> Speed:
         """The step with these changes against the step without them, in turns."""
-        runner = _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains)
+        runner = self._step()
 
         @contextmanager
         def before() -> Iterator[None]:
@@ -531,7 +533,7 @@ class _Engine:
         if not self.kept:
             return
         try:
-            step = _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains)
+            step = self._step()
             with step.ready():
                 traced = trace(step.run, live=True, keep_compiled=True)
         except Exception as error:
@@ -760,6 +762,8 @@ def _check_module(original: nn.Module, changed: nn.Module, inputs: Inputs, train
         for each in variants(inputs.args, inputs.kwargs, trains=trains, scaled=True):
             name = each.name if width is None else f"{each.name} in float32"
             errors += reference.check(changed, replace(each, name=name))
+            if problem(errors):
+                return errors
     return errors
 
 

@@ -157,6 +157,23 @@ class FixReport(Result):
         write_file(path, json.dumps(as_json(self), indent=1, allow_nan=False) + "\n")
 
 
+def differences(certificate: FixReport, here: FixReport) -> list[str]:
+    """What a certificate says and this machine does not confirm, line by line: fixes that are wrong or have no site."""
+    lines = []
+    sites = {(site.fix, site.path): site for site in here.sites}
+    applied = {each.id: each for each in here.fixes}
+    for site in certificate.replaced():
+        now = sites.get((site.fix, site.path))
+        if now is None or now.computes != site.computes:
+            what = "is not there" if now is None else "computes something else"
+            lines.append(f"{site.fix} at {site.path or 'the model'} {what} here.")
+    for each in certificate.kept():
+        now_fix = applied.get(each.id)
+        if now_fix is not None and any(not error.is_within for error in now_fix.errors):
+            lines.append(f"{each.id} is wrong here: {now_fix.why}.")
+    return lines
+
+
 def as_json(report: FixReport) -> dict[str, Any]:
     """The content of a certificate."""
     return {"kind": KIND, **to_json(report)}

@@ -119,16 +119,23 @@ def forget_fix(id: str) -> None:
     _FIXES.pop(id, None)
 
 
-def fixes(only: Iterable[str] = (), without: Iterable[str] = ()) -> list[Fix]:
-    """The fixes to try, in their order: all that keep the numerics, or those of `only`, less those of `without`."""
+def all_fixes() -> list[Fix]:
+    """All fixes, in their order."""
     from nearpeak.fixes import patterns as _  # noqa: F401  # importing a pattern registers it
 
+    return sorted(_FIXES.values(), key=lambda each: each.order)
+
+
+def fixes(only: Iterable[str] = (), without: Iterable[str] = ()) -> list[Fix]:
+    """The fixes to try, in their order: all that keep the numerics, or those of `only`, less those of `without`."""
+    known = all_fixes()
     only, without = list(only), list(without)
     for id in (*only, *without):
         if id not in _FIXES:
             raise UsageError(f"There is no fix {id!r}. {did_you_mean(id, _FIXES)}")
-    chosen = [_FIXES[id] for id in only] if only else [each for each in _FIXES.values() if not each.changes_numerics]
-    return sorted((each for each in chosen if each.id not in without), key=lambda each: each.order)
+    return [
+        each for each in known if (each.id in only if only else not each.changes_numerics) and each.id not in without
+    ]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

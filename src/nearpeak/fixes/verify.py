@@ -58,6 +58,9 @@ class Inputs:
     """The mode of the module; None for that which it is in."""
     grad: bool = True
     autocast: bool = False
+    valid: Tensor | None = None
+    """[rows, positions]: those whose results mean something. A query that sees no key, as padding to the left of a
+    causal sequence, may have any result."""
 
 
 class Widened(TorchDispatchMode):
@@ -113,24 +116,34 @@ def run(
         torch.manual_seed(seed)
         with torch.set_grad_enabled(inputs.grad):
             output = module(*args, **kwargs)
-            tensors = floating(output)
+            outputs = _by_path(output)
+            if inputs.valid is not None:
+                outputs, scalar = _where_valid(outputs, inputs.valid), None
             gradients: dict[str, Tensor | None] = {}
-            if inputs.grad and any(tensor.requires_grad for tensor in tensors):
+            if inputs.grad and any(tensor.requires_grad for tensor in outputs.values()):
                 leaves: dict[str, Tensor] = {
                     name: each for name, each in module.named_parameters() if each.requires_grad
                 }
                 given = [each for each in floating((args, kwargs)) if each.requires_grad]
                 leaves |= {f"input {place}": each for place, each in enumerate(given)}
-                total = scalar(output) if scalar is not None else _weighted_sum(tensors)
+                total = scalar(output) if scalar is not None else _weighted_sum(list(outputs.values()))
                 values = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if leaves else ()
                 gradients = dict(zip(leaves, values, strict=True))
-    return Results(outputs=_by_path(output), gradients=gradients)
+    return Results(outputs={path: each.detach() for path, each in outputs.items()}, gradients=gradients)
 
 
 def _by_path(output: Any) -> dict[str, Tensor]:
     leaves, _ = pytree.tree_flatten_with_path(output)
     tensors = ((path, leaf) for path, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-    return {pytree.keystr(path): leaf.detach() for path, leaf in tensors}
+    return {pytree.keystr(path): leaf for path, leaf in tensors}
+
+
+def _where_valid(outputs: dict[str, Tensor], valid: Tensor) -> dict[str, Tensor]:
+    """The outputs that have a value for each position, with 0 where it means nothing."""
+    shaped = {path: each for path, each in outputs.items() if each.shape[:2] == valid.shape}
+    return {
+        path: torch.where(valid.view(*valid.shape, *[1] * (each.dim() - 2)), each, 0) for path, each in shaped.items()
+    }
 
 
 @contextmanager
@@ -467,7 +480,8 @@ def _padded(inputs: Inputs, rows: int, length: int) -> Iterator[Inputs]:
             else:
                 mask[row, : length - kept] = 0
         args, kwargs = pytree.tree_unflatten([*leaves[:place], mask, *leaves[place + 1 :]], spec)
-        yield replace(inputs, name=f"padded on the {side}", args=args, kwargs=kwargs)
+        valid = mask != 0 if side == "left" else None
+        yield replace(inputs, name=f"padded on the {side}", args=args, kwargs=kwargs, valid=valid)
 
 
 def _scaled(inputs: Inputs, scale: float) -> dict[str, Any] | None:

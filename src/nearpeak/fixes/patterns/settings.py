@@ -29,7 +29,7 @@ def foreach_optimizer(run: ModelRun) -> Iterator[Site]:
 
 def _optimizer_sites(run: ModelRun, option: str) -> Iterator[Site]:
     optimizer = run.optimizer
-    if optimizer is None or not run.trains or "step" in vars(optimizer):
+    if optimizer is None or not run.trains:
         return
     groups = [group for group in optimizer.param_groups if option in group]
     if not groups or all(group[option] or group.get("fused") for group in groups):

@@ -79,9 +79,10 @@ def _fixes(report: FixReport) -> Table:
         predicted = "-" if each.predicted_s is None else _signed(each.predicted_s)
         rows.append((Name(each.id), str(len(sites)), each.status, predicted, *times, _error(each)))
     return Table(
-        headers=("fix", "sites", "", "predicted", "realized", "at least", "error / limit"),
+        headers=("fix", "sites", "", "predicted", "realized", "at least", "error"),
         rows=tuple(rows),
         align="lrlrrrr",
+        note="saving per step; error: the largest one, as a share of what is allowed",
     )
 
 
