@@ -19,6 +19,7 @@ import nearpeak
 from nearpeak.bound.estimate import Estimate
 from nearpeak.cli.main import main
 from nearpeak.cli.verbs.doctor import Report as Doctor
+from nearpeak.comm.result import CommRun
 from nearpeak.diffs.difference import Difference
 from nearpeak.gallery.parts import ExampleResult
 from nearpeak.machines.catalogue import Network
@@ -43,6 +44,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "estimate": (Estimate,),
     "diff": (Difference,),
     "machine": (Machine, Network),
+    "comm": (CommRun,),
     "plan memory": (MemoryPlan,),
     "plan train, with a layout": (TrainingPlan,),
     "plan train, without a layout": (SearchPlan,),
@@ -55,7 +57,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "doctor": (Doctor,),
 }
 """What the tables of a section are of, in order."""
-NAMED = ("A timing", "A comparison", "A sweep", "The self-test")
+NAMED = ("A timing", "A comparison", "A sweep", "The self-test", "comm")
 """Sections of objects that say what they are, in a field that no dataclass has."""
 
 

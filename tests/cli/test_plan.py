@@ -6,8 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from comm_runs import run as comm_run  # type: ignore[import-not-found]
 
 from nearpeak.cli.main import main
+from nearpeak.comm.result import save
 
 ROOT = Path(__file__).parents[2]
 MEASUREMENTS = ROOT / "benchmarks" / "measurements"
@@ -171,3 +173,22 @@ def test_a_plan_imports_no_torch():
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stderr.splitlines()[-1] == "False"
+
+
+def test_measured_collectives_are_planned_with(capsys, tmp_path):
+    path = tmp_path / "comm.json"
+    save(comm_run(), path)
+    command = ["collectives", "--on", "h100-sxm x 8", "--op", "all_reduce", "--bytes", "64m"]
+    assert "in-switch" in plan(capsys, *command)[1]
+    code, out, _ = plan(capsys, *command, "--comm", str(path))
+    assert code == 0
+    assert "691 us" in out and " measured " in out  # 20 us and 64 MiB at 100 GB/s
+    assert plan(capsys, *QUESTIONS["train"], "--comm", str(path))[0] == 0
+
+
+def test_collectives_of_another_gpu_are_refused(capsys, tmp_path):
+    path = tmp_path / "comm.json"
+    save(comm_run(), path)
+    code, _, err = plan(capsys, "collectives", "--on", "b200 x 8", "--comm", str(path))
+    assert code == 2
+    assert "it was measured on 8 ranks of NVIDIA H100 80GB HBM3, and the plan is for" in err

@@ -113,6 +113,7 @@ def fitted(**changes) -> CurveFit:
         "group": "world",
         "ranks": 8,
         "nodes": 1,
+        "concurrent": 1,
         "dtype": "float32",
         "in_place": True,
         "regimes": (Regime(from_bytes=1024.0, latency_s=1e-5, seconds_per_byte=1e-11),),
@@ -129,6 +130,8 @@ def test_curve_by_ranks_and_nodes() -> None:
     assert find_curve(curves, "all_reduce", 8, 1) is curves[1]  # what training sends
     assert find_curve(curves, "all_reduce", 8, 2) is curves[3]
     assert find_curve(curves, "all_gather", 8, 1) is None
+    assert find_curve(curves, "all_reduce", 4, 1, concurrent=2) is curves[2]
+    assert find_curve(curves, "all_reduce", 8, 2, concurrent=8) is None  # which share the network
 
 
 def test_smaller_and_larger_sizes_have_the_outer_regimes() -> None:

@@ -92,6 +92,8 @@ class CurveFit:
     ranks: Count
     nodes: Count
     """Hosts that the ranks of a group are on."""
+    concurrent: Count
+    """Groups that ran at the same time."""
     dtype: str
     in_place: bool
     regimes: tuple[Regime, ...]
@@ -119,10 +121,21 @@ def regime_of(regimes: Sequence[Regime], size: float) -> Regime:
     return next((each for each in reversed(regimes) if each.from_bytes <= size), regimes[0])
 
 
-def find_curve(curves: Sequence[CurveFit], op: str, ranks: int, nodes: int) -> CurveFit | None:
-    """The fit of `op` over groups of so many ranks on so many hosts; that of 16 bits where there are several."""
-    fits = [fit for fit in curves if (fit.op, fit.ranks, fit.nodes) == (op, ranks, nodes)]
-    return min(fits, key=lambda fit: (fit.dtype not in ("bfloat16", "float16"), fit.in_place), default=None)
+def find_curve(curves: Sequence[CurveFit], op: str, ranks: int, nodes: int, concurrent: int = 1) -> CurveFit | None:
+    """The fit of `op` over groups of so many ranks on so many hosts; that of 16 bits where there are several.
+
+    Groups that run at the same time share the network between hosts, so that only a fit of as many holds for them.
+    """
+    fits = [
+        fit
+        for fit in curves
+        if (fit.op, fit.ranks, fit.nodes) == (op, ranks, nodes) and (nodes == 1 or fit.concurrent == concurrent)
+    ]
+
+    def rank(fit: CurveFit) -> tuple[bool, bool, bool]:
+        return fit.concurrent != concurrent, fit.dtype not in ("bfloat16", "float16"), fit.in_place
+
+    return min(fits, key=rank, default=None)
 
 
 def fit_curve(points: Sequence[tuple[float, float]], scatter: float = SCATTER) -> tuple[Regime, ...]:

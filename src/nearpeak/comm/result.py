@@ -193,6 +193,7 @@ def _fit(curve: Sequence[CommPoint]) -> CurveFit:
         group=first.group,
         ranks=first.ranks,
         nodes=first.nodes,
+        concurrent=first.concurrent,
         dtype=first.dtype,
         in_place=first.in_place,
         regimes=regimes,

@@ -1,10 +1,12 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nearpeak.comm.fit import CurveFit, Regime
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.cluster.collectives import (
@@ -122,6 +124,39 @@ def test_parts_sum_to_the_whole() -> None:
             result = collective_seconds(op, 3e7, ranks, cluster)
             assert result.latency_seconds + result.bandwidth_seconds == pytest.approx(result.seconds)
             assert 0 < result.bandwidth_seconds < result.seconds
+
+
+def test_measured_collectives_replace_those_of_the_model() -> None:
+    regimes = (
+        Regime(from_bytes=1e3, latency_s=1e-5, seconds_per_byte=0.0),
+        Regime(from_bytes=1e6, latency_s=2e-5, seconds_per_byte=1e-11),
+    )
+    fit = CurveFit(
+        op="all_reduce",
+        group="world",
+        ranks=8,
+        nodes=1,
+        concurrent=1,
+        dtype="bfloat16",
+        in_place=True,
+        regimes=regimes,
+        mean_error=0.02,
+        worst_error=0.1,
+        points=12,
+        largest_bytes=2.0**30,
+    )
+    measured = replace(H100, measured=(fit,))
+    large = collective_seconds("all_reduce", 1e8, 8, measured)
+    assert large.seconds == pytest.approx(2e-5 + 1e-3) and large.limiter == "link"
+    assert (large.provenance.kind, large.algorithm) == ("measured", "measured")
+    assert collective_seconds("all_reduce", 2e3, 8, measured).limiter == "latency"
+    # what was not measured stays a prediction
+    for op, ranks in (("all_gather", 8), ("all_reduce", 4)):
+        assert collective_seconds(op, 1e8, ranks, measured) == collective_seconds(op, 1e8, ranks, H100)
+    many = replace(MANY, measured=(fit,))
+    across = {"ranks_per_node": 1, "concurrent_groups": 8}
+    assert collective_seconds("all_reduce", 1e8, 8, many, **across).algorithm != "measured"
+    assert collective_seconds("all_reduce", 1e8, 8, many, ranks_per_node=8).algorithm == "measured"
 
 
 def test_one_rank_or_no_bytes_takes_nothing() -> None:

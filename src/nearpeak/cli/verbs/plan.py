@@ -25,6 +25,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,9 @@ def add_cluster(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
     group.add_argument(
         "--adapters-per-node", type=whole_number, metavar="N", help="network adapters of a node (the system's)"
+    )
+    group.add_argument(
+        "--comm", metavar="FILE", help="collectives that `nearpeak comm --json FILE` measured on such GPUs"
     )
 
 
@@ -181,8 +185,26 @@ def cluster_of(arguments: argparse.Namespace) -> Cluster:
     if name == "this":
         from nearpeak.calibrate.machine import machine
 
-        return Cluster.of(machine(progress=narrate), gpus=gpus, **replaced)
-    return Cluster.of(name, gpus=gpus, **replaced)
+        cluster = Cluster.of(machine(progress=narrate), gpus=gpus, **replaced)
+    else:
+        cluster = Cluster.of(name, gpus=gpus, **replaced)
+    return cluster if arguments.comm is None else with_measured(cluster, arguments.comm)
+
+
+def with_measured(cluster: Cluster, path: str) -> Cluster:
+    """The cluster with the collectives that `nearpeak comm` measured; UsageError if that was on other devices."""
+    from nearpeak.comm.result import load_run
+    from nearpeak.machines.catalogue import by_driver_name
+
+    run = load_run(path)
+    device = run.environment.device
+    machine = by_driver_name(device)
+    if cluster.machine.name != device and (machine is None or machine.id != cluster.machine.id):
+        raise UsageError(
+            f"--comm {path}: it was measured on {run.ranks} ranks of {device}, and the plan is for "
+            f"{cluster.machine.name}. Measure it there, or plan without --comm."
+        )
+    return replace(cluster, measured=run.fits)
 
 
 def has_layout(arguments: argparse.Namespace) -> bool:

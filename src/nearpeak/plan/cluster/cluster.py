@@ -23,6 +23,7 @@ from typing import Any, Literal, get_args
 from nearpeak._display import Result, headline
 from nearpeak._files import parse_toml
 from nearpeak._records import brief, build, to_json
+from nearpeak.comm.fit import CurveFit
 from nearpeak.errors import FileProblem, UnknownMachine, UsageError, did_you_mean
 from nearpeak.machines import catalogue
 from nearpeak.machines.catalogue import Network
@@ -69,6 +70,8 @@ class Cluster(Result):
     system: str | None = None
     """Id in the catalogue of systems; None for a cluster that was built by hand."""
     sources: Mapping[str, str] = field(default_factory=dict)
+    measured: tuple[CurveFit, ...] = ()
+    """Collectives that `nearpeak comm` measured on such GPUs, in place of the model's."""
 
     def __post_init__(self) -> None:
         require_positive(gpus=self.gpus, gpus_per_node=self.gpus_per_node, domain_size=self.domain_size)

@@ -40,6 +40,7 @@ from typing import Any, Literal
 
 from nearpeak._display import Result, headline
 from nearpeak._records import from_json
+from nearpeak.comm.fit import CurveFit, bus_factor, find_curve, regime_of
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.provenance import Provenance, weakest
@@ -59,7 +60,9 @@ class Collective(Result):
     bandwidth_seconds: float
     """Seconds of the wire alone, at the bandwidth of the protocol."""
     algorithm: str
+    """"measured" for a time of `nearpeak comm`."""
     protocol: str
+    """NCCL's; "" for a measured time."""
     limiter: Literal["latency", "link", "network", "nothing"]
     provenance: Provenance
 
@@ -109,8 +112,11 @@ def collective_seconds(
             limiter="nothing",
             provenance=nothing,
         )
-    constants = constants or load_collective_constants()
     domains = ranks // inside
+    hosts = domains * math.ceil(inside / cluster.gpus_per_node)
+    if (fit := find_curve(cluster.measured, op, ranks, hosts, concurrent_groups)) is not None:
+        return _measured(fit, bytes)
+    constants = constants or load_collective_constants()
     over_pcie = cluster.fabric in ("pcie", "host") or (cluster.fabric == "pairs" and inside > 2)
     kind = link_kind(cluster, inside)
     fitted, provenance = link_constants(kind, constants)
@@ -146,6 +152,23 @@ def collective_seconds(
         protocol=protocol,
         limiter="latency" if seconds > 2 * wire else "network" if traffic.network_seconds >= wire else "link",
         provenance=_provenance(op, algorithm, domains, ranks, cluster, fitted, provenance, constants),
+    )
+
+
+def _measured(fit: CurveFit, bytes: float) -> Collective:
+    """A collective of a size between the measured ones; larger ones by the last bandwidth."""
+    seconds = fit.seconds(bytes)
+    wire = bytes * regime_of(fit.regimes, bytes).seconds_per_byte
+    return Collective(
+        op=fit.op,
+        bytes=bytes,
+        ranks=fit.ranks,
+        seconds=seconds,
+        bandwidth_seconds=wire,
+        algorithm="measured",
+        protocol="",
+        limiter="latency" if seconds > 2 * wire else "network" if fit.nodes > 1 else "link",
+        provenance=Provenance(kind="measured", text=f"nearpeak comm, {fit.points} sizes of {fit.op}"),
     )
 
 
@@ -493,9 +516,7 @@ def shared_bandwidth(numbers: ProtocolConstants, ranks: int) -> float:
 
 def ring_wire(op: str, bytes: float, ranks: int) -> float:
     """Bytes that each rank sends in a ring (or directly)."""
-    if op in ("broadcast", "reduce", "send_recv"):
-        return bytes
-    return bytes * ring_steps(op, ranks) / ranks
+    return bytes * bus_factor(op, ranks)
 
 
 def constants_name(algorithm: str, protocol: str) -> str:

@@ -56,7 +56,7 @@ def _by_size(collectives: Sequence[Collective], op: str) -> Table:
                 seconds(item.latency_seconds),
                 seconds(item.bandwidth_seconds),
                 quantity(item.bus_bandwidth, "B/s"),
-                f"{item.algorithm}, {item.protocol}",
+                ", ".join(filter(None, (item.algorithm, item.protocol))),
                 item.limiter,
             )
             for item in collectives
@@ -85,7 +85,7 @@ def _algorithms(collectives: Sequence[Collective], ops: Sequence[str]) -> Table:
         changes: list[str] = []
         before = ""
         for item in mine:
-            name = f"{item.algorithm} {item.protocol}"
+            name = f"{item.algorithm} {item.protocol}".rstrip()
             if name != before:
                 changes.append(f"{name} from {size(item.bytes)}" if changes else name)
             before = name
