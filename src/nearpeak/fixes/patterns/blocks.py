@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from nearpeak.errors import UsageError
-from nearpeak.fixes.patterns.confirm import Draws, agree, bare_copy, current_forward
+from nearpeak.fixes.patterns.confirm import Draws, Memo, agree, bare_copy, current_forward, kind_of
 from nearpeak.fixes.patterns.dataflow import (
     RewriteGraph,
     child_name,
@@ -77,6 +77,16 @@ def confirm_rewrite(run: ModelRun, call: ModuleCall, rewrite: RewriteGraph, keep
     Args:
         keep: Children that the rewriting is about; those with children of their own have stand-ins otherwise.
     """
+    tensors = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
+    kind = kind_of(call.module, type(rewrite), repr([(tuple(x.shape), x.dtype) for x in tensors]))
+    reason: str | None = _CONFIRMED.get(kind, lambda: _confirm(run, call, rewrite, keep))
+    return reason
+
+
+_CONFIRMED = Memo()
+
+
+def _confirm(run: ModelRun, call: ModuleCall, rewrite: RewriteGraph, keep: Collection[str]) -> str | None:
     draws = Draws(run.device)
     stand_ins = {}
     for child in own_children(run, call):

@@ -103,19 +103,17 @@ class Draws:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self._generator = torch.Generator().manual_seed(next(_SEEDS))
+        self._generator = torch.Generator(self.device).manual_seed(next(_SEEDS))
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        return torch.randn(shape, generator=self._generator, dtype=torch.float64).to(self.device, dtype)
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64, device=self.device).to(dtype)
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.randint(high, shape, generator=self._generator).to(self.device, dtype)
+        return torch.randint(high, shape, generator=self._generator, device=self.device).to(dtype)
 
     def permutations(self, rows: int, size: int, count: int) -> Tensor:
         """Of each row `count` different numbers below `size`."""
-        return torch.stack([torch.randperm(size, generator=self._generator)[:count] for _ in range(rows)]).to(
-            self.device
-        )
+        return self.normal(rows, size).argsort(-1)[:, :count]
 
     def like(self, tensor: Tensor, dtype: torch.dtype = torch.float64, shape: Sequence[int] | None = None) -> Tensor:
         """Numbers of the same kind: floats become `dtype`."""
