@@ -246,6 +246,6 @@ def test_nccl_with_a_world_of_one(monkeypatch) -> None:
     assert run.backend.startswith("nccl 2.")
     assert not run.wrong_points()
     assert {point.op for point in run.points} == set(BYTES_OF) - {"send_recv"}
-    assert all(point.host_seconds is not None and point.host_seconds > 0 for point in run.points)
+    assert all((point.host_seconds or 0) > 0 for point in run.points if point.op != "barrier")
     assert not [flag for point in run.points for flag in point.flags if flag.name == "LAUNCH_NOT_HIDDEN"]
     assert all(pattern.is_right for pattern in run.patterns if not pattern.problem), run.patterns

@@ -87,6 +87,8 @@ class Operation:
     """Elements of this rank's result that are not what they must be."""
     resets_each_call: bool
     """Whether a call overwrites its input: sums would grow without end."""
+    waits: bool = False
+    """Whether the host waits for the call also on a GPU, so that events say nothing about it."""
 
 
 def check_dtype(name: str) -> None:
@@ -328,6 +330,7 @@ def _barrier(maker: _Maker) -> Operation:
         reset=lambda: None,
         wrong_elements=lambda: 0,
         resets_each_call=False,
+        waits=True,
     )
 
 

@@ -110,9 +110,12 @@ class Clock:
         if self.gpu is not None:
             self.gpu.synchronize()
 
-    def calls(self, what: str, call: Callable[[], object], before: Callable[[], object], count: int) -> Times:
+    def calls(
+        self, what: str, call: Callable[[], object], before: Callable[[], object], count: int, *, on_host: bool = False
+    ) -> Times:
         """Times `count` calls; `before` runs before each one, outside of its time."""
-        read = self._host_time if self.gpu is None else self._event_time
+        by_events = self.gpu is not None and not on_host
+        read = self._event_time if by_events else self._host_time
         times, hidden = [], []
         for _ in range(count):
             with self.world.watchdog.call(what):
@@ -121,7 +124,7 @@ class Clock:
             hidden.append(was_hidden)
         with self.world.watchdog.call(f"the exchange of times after {what}"):
             by_rank = self.world.gather_times(times)
-        return Times(by_rank=by_rank, launches_hidden=tuple(hidden) if self.gpu is not None else ())
+        return Times(by_rank=by_rank, launches_hidden=tuple(hidden) if by_events else ())
 
     def _host_time(self, call: Callable[[], object], before: Callable[[], object]) -> tuple[float, bool]:
         before()
@@ -155,15 +158,23 @@ class Clock:
                 times.append(self._host_time(call, before)[0])
         return max(self.world.gather(median(times)))
 
-    def series(self, what: str, call: Callable[[], object], before: Callable[[], object], options: Options) -> Series:
-        """Times calls until rank 0 has a narrow interval, or no time left."""
+    def series(
+        self,
+        what: str,
+        call: Callable[[], object],
+        before: Callable[[], object],
+        options: Options,
+        *,
+        on_host: bool = False,
+    ) -> Series:
+        """Times calls until rank 0 has a narrow interval, or no time left; `on_host` by its clock also on a GPU."""
         started = time.perf_counter()
-        first = self.calls(what, call, before, WARMUP_CALLS)
+        first = self.calls(what, call, before, WARMUP_CALLS, on_host=on_host)
         count = self.world.decide(lambda: _calls_at_once(first.slowest))
         by_rank: list[list[float]] = [[] for _ in range(self.world.size)]
         hidden: list[bool] = []
         while True:
-            block = self.calls(what, call, before, count)
+            block = self.calls(what, call, before, count, on_host=on_host)
             for series, new in zip(by_rank, block.by_rank, strict=True):
                 series += new
             hidden += block.launches_hidden
@@ -286,9 +297,9 @@ def measure_point(clock: Clock, case: Case, options: SweepOptions) -> CommPoint 
     timing = Options(precision=options.precision, max_seconds=options.max_seconds)
     conditions = backend_of(world.device).conditions(world.device.index or 0)
     conditions.read()
-    series = clock.series(what, operation.call, before, timing)
+    series = clock.series(what, operation.call, before, timing, on_host=operation.waits)
     throttle = conditions.read().throttle
-    host = clock.host_seconds(what, operation.call, before)
+    host = None if operation.waits else clock.host_seconds(what, operation.call, before)
     with world.watchdog.call(f"the check after {what}"):
         wrong += _wrong_elements(clock, operation)
         states = world.gather((wrong, throttle, series.times.launches_hidden))
