@@ -42,6 +42,8 @@ ODD_LENGTH = 37
 MOST_KEPT_BYTES = 2**33
 """Of results that are kept for the comparison of further fixes."""
 SEED = 20_240_917
+CHUNK = 2**24
+"""Elements that are compared at a time."""
 Scalar = Callable[[Any], Tensor]
 Width = Literal["float64", "float32", "original"]
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
@@ -184,11 +186,11 @@ def _own_inputs(inputs: Inputs, width: torch.dtype | None) -> tuple[tuple[Any, .
 
 def _weighted_sum(tensors: Sequence[Tensor]) -> Tensor:
     """A scalar whose gradient by each element of the outputs is a drawn one, the same for all precisions."""
-    generator = torch.Generator().manual_seed(SEED)
     total: Tensor | None = None
     for tensor in tensors:
         if tensor.requires_grad:
-            drawn = torch.randn(tensor.shape, generator=generator).to(tensor.device, tensor.dtype)
+            generator = torch.Generator(tensor.device).manual_seed(SEED)
+            drawn = torch.randn(tensor.shape, generator=generator, device=tensor.device).to(tensor.dtype)
             # Positions that a model masks may be infinite, and have no gradient.
             part = (torch.where(tensor.isfinite(), tensor, 0) * drawn).sum()
             total = part if total is None else total + part
@@ -213,7 +215,7 @@ class Reference:
         """By which two runs of the original on the same inputs differ."""
         self.is_random = False
         """Whether results depend on the seed, as with dropout in training mode."""
-        self._largest_elements: float = float("inf")
+        self._no_room: dict[torch.dtype, int] = {}
         """Inputs of so many elements had no room in a wider precision."""
         self._batch: tuple[Inputs, Results, Width, Results] | None = None
         """The results on the first inputs, which every fix is compared on, if they are not too large to be kept."""
@@ -269,7 +271,7 @@ class Reference:
         )
         widths: tuple[tuple[Width, torch.dtype], ...] = (("float64", torch.float64), ("float32", torch.float32))
         for name, dtype in widths:
-            if dtype == torch.float64 and elements >= self._largest_elements:
+            if elements >= self._no_room.get(dtype, elements + 1):
                 continue
             if dtype == torch.float32 and all(each.dtype == dtype for each in self._original.parameters()):
                 continue
@@ -278,8 +280,7 @@ class Reference:
                 return name, run(copied, inputs, scalar=scalar, width=dtype)
             except Exception as error:  # an operator without a kernel for it, for example
                 if isinstance(error, torch.OutOfMemoryError):
-                    if dtype == torch.float64:
-                        self._largest_elements = elements
+                    self._no_room[dtype] = elements
                     torch.cuda.empty_cache()
         return "original", original
 
@@ -302,7 +303,7 @@ class Reference:
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([torch.zeros(0), *(tensor.double().flatten().cpu() for tensor in tensors)])
+    return torch.cat([torch.zeros(0), *(tensor.float().flatten().cpu() for tensor in tensors)])
 
 
 def _largest(first: Results, second: Results) -> float:
@@ -320,11 +321,14 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     """
     if value.shape != reference.shape:
         return 1e30
-    value, reference = value.detach().double(), reference.detach().double()
-    same = (value == reference) | (value.isnan() & reference.isnan())
-    difference = torch.where(same, 0.0, value - reference)
-    size = torch.where(reference.isfinite(), reference, 0.0).norm().item()
-    error = difference.norm().item()
+    squares = torch.zeros(2, dtype=torch.float64, device=reference.device)
+    pieces = zip(value.detach().reshape(-1).split(CHUNK), reference.detach().reshape(-1).split(CHUNK), strict=True)
+    for piece, wanted in pieces:  # in pieces: in float64 a batch of logits would not fit beside the model
+        piece, wanted = piece.double(), wanted.double()
+        same = (piece == wanted) | (piece.isnan() & wanted.isnan())
+        squares[0] += torch.where(same, 0.0, piece - wanted).square().sum()
+        squares[1] += torch.where(wanted.isfinite(), wanted, 0.0).square().sum()
+    error, size = squares.sqrt().tolist()
     if error != error:  # a NaN where the reference has none
         return 1e30
     return min(error / size, 1e30) if size > 0.0 else (0.0 if error == 0.0 else 1e30)

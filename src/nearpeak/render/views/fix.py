@@ -62,7 +62,7 @@ def _parts(report: FixReport) -> Iterator[Block]:
             text=f"One by one the fixes saved {seconds(sum(saved))}, together {seconds(max(speed.saved_s, 0.0))}.",
             kind="small",
         )
-    reasons = [f"{each.id}: {each.why}" for each in report.fixes if each.why]
+    reasons = [f"{each.id}: {each.why}" for each in report.fixes if each.why and each.status != "skipped"]
     notes = [*reasons, *report.notes]
     if notes:
         more = [f"and {len(notes) - MOST_ITEMS} more, in the JSON"] if len(notes) > MOST_ITEMS else []
@@ -107,7 +107,7 @@ def _sites(sites: Sequence[FixedSite]) -> Table:
         count = f" x {len(members)}" if len(members) > 1 else ""
         ran = ", ".join(name.removeprefix("aten.").removesuffix(".default") for name in kernels)
         path = common_module([member.path for member in members]) or "the model"
-        rows.append((Name(path, count), what, status, ran or (why if status == "skipped" else "") or "-"))
+        rows.append((Name(path, count), what, status, ran or (why if status == "skipped" else "")))
     note = f"and {len(rows) - MOST_SITES} kinds of sites more, in the JSON" if len(rows) > MOST_SITES else ""
     return Table(
         headers=("site", "what it computes", "", "what ran there after the fix"),
