@@ -5,7 +5,7 @@ from importlib import resources
 
 import pytest
 
-from nearpeak.errors import UnknownMachine
+from nearpeak.errors import UnknownMachine, UsageError
 from nearpeak.machines import catalogue
 from nearpeak.machines.machine import Machine
 
@@ -293,3 +293,18 @@ def test_memory_is_what_the_driver_reports():
     assert catalogue.find("h200-sxm").memory_bytes == 143_771 * 2**20
     assert catalogue.find("h100-sxm").memory_bytes == 81_559 * 2**20  # sold as 80 GB
     assert "nvidia-smi" in catalogue.find("h200-sxm").sources["memory_bytes"]
+
+
+def test_a_machine_is_derated_by_what_is_asked():
+    h100 = catalogue.find("h100-sxm")
+    theoretical = catalogue.derate(h100, {})
+    assert theoretical.achievable.bandwidth == h100.theoretical.bandwidth
+    assert theoretical.achievable.matrix == h100.theoretical.matrix
+    half = catalogue.derate(h100, {"matrix": 0.5}).achievable
+    assert half.peak("bfloat16") == 0.5 * h100.theoretical.peak("bfloat16")
+    assert half.bandwidth == h100.theoretical.bandwidth and "x 0.5 (matrix)" in half.note
+    for wrong in ({"matrix": 1.5}, {"memory": 0.0}, {"link": 0.5}):
+        with pytest.raises(UsageError, match="memory, matrix and vector, each above 0 and at most 1"):
+            catalogue.derate(h100, wrong)
+    with pytest.raises(UsageError, match="has no datasheet"):
+        catalogue.derate(dataclasses.replace(h100, theoretical=None), {})

@@ -13,7 +13,16 @@ import torch
 from nearpeak.errors import CaseError, UntrustworthyMeasurement, UsageError
 from nearpeak.machines.machine import Achievable, LaunchCost, Machine
 from nearpeak.measure import bench as module
-from nearpeak.measure.bench import CHECK_EVERY, bench, case_bound, explain, make_timing, quiet_collector, warm_up
+from nearpeak.measure.bench import (
+    CHECK_EVERY,
+    bench,
+    call_quantiles,
+    case_bound,
+    explain,
+    make_timing,
+    quiet_collector,
+    warm_up,
+)
 from nearpeak.measure.case import Case
 from nearpeak.measure.options import Options
 from nearpeak.measure.prepared import PreparedCase, Probe, rotating
@@ -444,3 +453,17 @@ def test_resampled_inputs_have_other_values_in_every_block():
     seen = []
     timing = bench(lambda x: seen.append(x[0].item()), Resampled(lambda seed: torch.full((3,), float(seed))), **QUICK)
     assert sorted(set(seen)) == [float(i) for i in range(len(timing.blocks) + 1)]  # the first draw was probed
+
+
+def test_quantiles_are_of_single_calls_and_only_where_there_are_enough():
+    singles = [
+        Block(seconds=1.0, readings=tuple(float(place) for place in range(10 * start, 10 * start + 10)))
+        for start in range(10)
+    ]
+    found = call_quantiles(singles, calls=10)
+    assert found == {"p50": pytest.approx(49.5), "p90": pytest.approx(89.1), "p99": pytest.approx(98.01)}
+    assert set(call_quantiles(singles[:2], calls=10)) == {"p50", "p90"}
+    loops = [Block(seconds=1.0, readings=(1.0,))] * 200
+    assert call_quantiles(loops, calls=50) == {}
+    sums = [Block(seconds=1.0, readings=(9.0, 3.0))] * 200  # many calls against few
+    assert call_quantiles(sums, calls=64) == {}

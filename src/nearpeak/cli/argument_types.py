@@ -56,6 +56,18 @@ def assignments(text: str) -> tuple[str, list[Value]]:
     return name, values(right)
 
 
+def derating(text: str) -> dict[str, float]:
+    """One factor for all, or NAME=FACTOR by commas.
+
+    >>> derating("0.9"), derating("memory=0.9,matrix=70%")
+    ({'memory': 0.9, 'matrix': 0.9, 'vector': 0.9}, {'memory': 0.9, 'matrix': 0.7})
+    """
+    if "=" not in text:
+        return dict.fromkeys(("memory", "matrix", "vector"), share(text))
+    pairs = [_split(part) for part in text.split(",")]
+    return {name: share(right) for name, right in pairs}
+
+
 def share(text: str) -> float:
     """A share, as 0.01 or as 1%.
 

@@ -11,7 +11,7 @@ import inspect
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from nearpeak.devices.backends import gpu_backend
 from nearpeak.errors import UsageError
 from nearpeak.gallery import NAMES
 from nearpeak.gallery.parts import ExampleResult, Part, Prediction
+from nearpeak.machines.catalogue import derate
 from nearpeak.machines.machine import Machine
 from nearpeak.machines.physics import calibration_doubts
 from nearpeak.measure.page_faults import keep_freed_memory
@@ -171,13 +172,22 @@ class SkipExample(Exception):
     """Raised by an example that cannot run on this machine, with the reason."""
 
 
-def make_context(on: str | None = None, progress: Callable[[str], None] | None = None) -> Context:
+def make_context(
+    on: str | None = None,
+    progress: Callable[[str], None] | None = None,
+    factors: Mapping[str, float] | None = None,
+) -> Context:
     """The context of this machine, or of one of the catalogue, for which nothing is measured.
+
+    With `factors`, as of `machines.catalogue.derate`, predictions for a machine of the catalogue are made from its
+    datasheet's figures times these; from its theoretical peaks, where all are 1.
 
     On a CPU, freed memory stays with the process from now on, as it does on a GPU. Otherwise large results would cost
     page faults or not, depending on earlier examples.
     """
     machine = nearpeak.machine(on, complete=True, progress=progress)
+    if factors is not None:
+        machine = derate(machine, factors)
     device = "cuda" if (gpu_backend() is not None if on is None else machine.kind == "gpu") else "cpu"
     if on is None and device == "cpu":
         keep_freed_memory()

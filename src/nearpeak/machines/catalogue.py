@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cache
 from importlib import resources
@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from nearpeak._files import parse_toml
 from nearpeak._records import brief
-from nearpeak.errors import FileProblem, UnknownMachine
+from nearpeak.errors import FileProblem, UnknownMachine, UsageError
 from nearpeak.machines.machine import Achievable, Link, Machine, Theoretical
 from nearpeak.units import DTYPE_BYTES
 
@@ -166,12 +166,33 @@ def _machine(identifier: str, entry: _Entry) -> Machine:
 
 def derated(theoretical: Theoretical) -> Achievable:
     """The best that code can reach on a device that was not measured."""
+    factors = {"memory": BANDWIDTH_FACTOR, "matrix": MATRIX_FACTOR, "vector": VECTOR_FACTOR}
+    return _times_factors(theoretical, factors, DERATED_NOTE)
+
+
+def derate(machine: Machine, factors: Mapping[str, float]) -> Machine:
+    """The machine with its datasheet's figures times these factors as what code can reach, in place of any others.
+
+    `factors` are by "memory", "matrix" and "vector"; what is left out is 1, the datasheet's own figure.
+    """
+    unknown = set(factors) - {"memory", "matrix", "vector"}
+    if unknown or not all(0 < factor <= 1 for factor in factors.values()):
+        given = ", ".join(f"{name}={factor:g}" for name, factor in factors.items())
+        raise UsageError(f"Cannot derate by {given}: there are memory, matrix and vector, each above 0 and at most 1.")
+    if machine.theoretical is None:
+        raise UsageError(f"{machine.name} has no datasheet to derate: name a GPU of the catalogue with --on.")
+    whole = {"memory": 1.0, "matrix": 1.0, "vector": 1.0, **factors}
+    note = "datasheet x " + ", x ".join(f"{factor:g} ({name})" for name, factor in whole.items()) + ", as asked for"
+    return replace(machine, achievable=_times_factors(machine.theoretical, whole, note))
+
+
+def _times_factors(theoretical: Theoretical, factors: Mapping[str, float], note: str) -> Achievable:
     return Achievable(
         how="derated",
-        note=DERATED_NOTE,
-        bandwidth=BANDWIDTH_FACTOR * theoretical.bandwidth,
-        matrix={dtype: MATRIX_FACTOR * rate for dtype, rate in theoretical.matrix.items()},
-        vector={dtype: VECTOR_FACTOR * rate for dtype, rate in theoretical.vector.items()},
+        note=note,
+        bandwidth=factors["memory"] * theoretical.bandwidth,
+        matrix={dtype: factors["matrix"] * rate for dtype, rate in theoretical.matrix.items()},
+        vector={dtype: factors["vector"] * rate for dtype, rate in theoretical.vector.items()},
     )
 
 

@@ -8,7 +8,7 @@ import datetime
 import gc
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,7 +28,7 @@ from nearpeak.measure.options import Options, Progress, options_from
 from nearpeak.measure.prepared import PreparedCase, graph_seconds, prepare
 from nearpeak.measure.quality import Counters, interval_of, quality_flags
 from nearpeak.measure.samplers import WallSampler
-from nearpeak.measure.statistics import median
+from nearpeak.measure.statistics import median, quantile
 from nearpeak.measure.timing import Block, Environment, Flag, Timing, make_flag
 from nearpeak.ops.work import Work
 from nearpeak.units import percent, seconds
@@ -272,6 +272,7 @@ def make_timing(
         flags=tuple(flags),
         environment=environment(prepared),
         other_seconds=dict(prepared.other_seconds),
+        quantiles=call_quantiles(blocks, prepared.sampler.calls),
         cpu_bound=cpu_bound,
         kernels=prepared.probe.kernels or (),
         parameters=dict(case.parameters),
@@ -282,6 +283,14 @@ def make_timing(
         bound_ceilings=limit.ceilings if limit is not None else None,
         partial=partial,
     )
+
+
+def call_quantiles(blocks: Sequence[Block], calls: int) -> dict[str, float]:
+    """Quantiles of the times of single calls; none where a reading stands for a loop of calls."""
+    readings = [reading for block in blocks if len(block.readings) >= calls for reading in block.readings]
+    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+    # A quantile has some calls beyond it: of fewer, the slowest one would be all that is known.
+    return {name: quantile(readings, share) for name, share in shares.items() if len(readings) * (1 - share) >= 0.999}
 
 
 def environment(prepared: PreparedCase) -> Environment:

@@ -54,6 +54,9 @@ class Timing(_display.Result):
     environment: Environment
     other_seconds: Mapping[str, SignedSeconds] = field(default_factory=dict)
     """The other kinds of time that were taken, by kind."""
+    quantiles: Mapping[str, SignedSeconds] = field(default_factory=dict)
+    """Times of single calls: "p50", "p90", and "p99" where there were at least 100 of them. Empty where only loops of
+    calls were timed."""
     cpu_bound: bool | None = None
     """Whether the host cannot feed the device; None where that has no meaning or was not measured."""
     kernels: tuple[str, ...] = ()

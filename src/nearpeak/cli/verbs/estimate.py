@@ -9,6 +9,7 @@ the machine is the one that the file names.
 examples:
   nearpeak estimate cases.py:softmax --on h100-sxm
   nearpeak estimate cases.py:softmax --set rows=64k --on mi300x --ceilings theoretical
+  nearpeak estimate cases.py:softmax --on h100-sxm --derate memory=0.9,matrix=0.7
   nearpeak estimate cases.py:transformer_layer --on h100-sxm --intensities
   nearpeak estimate cases.py:transformer_layer --on h100-sxm --groups
   nearpeak estimate cases.py:transformer_layer --on h100-sxm --roofline layer.svg
@@ -24,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nearpeak.cli.argument_types import assignment, step_number
+from nearpeak.cli.argument_types import assignment, derating, step_number
 from nearpeak.cli.output import narrate, print_result, write_file
 from nearpeak.errors import UsageError
 
@@ -49,6 +50,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--set", action="append", default=[], type=assignment, metavar="NAME=VALUE", help="a parameter of the case"
     )
     parser.add_argument("--ceilings", choices=("achievable", "theoretical"), default="achievable")
+    parser.add_argument(
+        "--derate",
+        type=derating,
+        metavar="FACTORS",
+        help="the achievable ceilings: the datasheet's times 0.9, or by memory=0.9,matrix=0.7,vector=0.9",
+    )
     output = parser.add_argument_group("results")
     output.add_argument("--top", type=int, default=12, help="how many rows a table has at most (12)")
     output.add_argument("--intensities", action="store_true", help="FLOPs, bytes and FLOP per byte of the ops")
@@ -82,7 +89,7 @@ def _from_case(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
 
     if arguments.step is not None:
         raise UsageError("--step belongs to --trace.")
-    machine = find_machine(arguments.on, progress=narrate)
+    machine = _derated(find_machine(arguments.on, progress=narrate), arguments)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result: what the case prints goes to stderr
         builder = load(arguments.case)
         with fake():
@@ -101,13 +108,19 @@ def _from_file(arguments: argparse.Namespace) -> tuple[Estimate, Machine]:
     if arguments.set:
         raise UsageError("--set belongs to a CASE; a trace has no parameters.")
     recorded = read_trace(arguments.trace, step=arguments.step)
-    machine = machine_of_file(arguments.trace, recorded.device, arguments.on)
+    machine = _derated(machine_of_file(arguments.trace, recorded.device, arguments.on), arguments)
     trace = dataclasses.replace(recorded.trace, ops=ops_on(machine, recorded.trace.ops))
     result = estimate_trace(trace, machine, ceilings=arguments.ceilings)
     measured = f"Measured on {recorded.device}: {seconds(recorded.wall_s)} in all"
     if recorded.kernels:
         measured += f", {seconds(sum(recorded.device_seconds.values()))} of it kernels"
     return dataclasses.replace(result, notes=(f"{measured}.", *result.notes)), machine
+
+
+def _derated(machine: Machine, arguments: argparse.Namespace) -> Machine:
+    from nearpeak.machines.catalogue import derate
+
+    return machine if arguments.derate is None else derate(machine, arguments.derate)
 
 
 def _text(result: Estimate, machine: Machine, arguments: argparse.Namespace) -> str:

@@ -10,6 +10,7 @@ examples:
   nearpeak gallery ridge
   nearpeak gallery ridge -o ridge.html
   nearpeak gallery ridge timing --on h100-sxm
+  nearpeak gallery ridge --on h100-sxm --derate 1
   nearpeak gallery --json results.json -o pages/
   nearpeak gallery ridge --source
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nearpeak._display import StatusLine
+from nearpeak.cli.argument_types import derating
 from nearpeak.cli.output import narrate, print_text, terminal_style, write_file
 from nearpeak.errors import UntrustworthyMeasurement, UsageError
 
@@ -40,6 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="names and titles, and run nothing")
     parser.add_argument("--source", action="store_true", help="the text of the examples, and run nothing")
     parser.add_argument("--on", metavar="MACHINE", help="predict for a machine of the catalogue, and measure nothing")
+    parser.add_argument(
+        "--derate",
+        type=derating,
+        metavar="FACTORS",
+        help="with --on: the datasheet's figures times 0.9, or by memory=0.9,matrix=0.7,vector=0.9; 1: the datasheet",
+    )
     parser.add_argument(
         "--check", action="store_true", help="exit code 1 if a prediction is outside of its band, 3 if that is doubtful"
     )
@@ -64,7 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         print_text("\n\n".join(gallery_run.example_source(name) for name in names))
         return 0
     _check_output(arguments.output, len(names))
-    here = gallery_run.make_context(arguments.on, progress=_narrate)
+    if arguments.derate and not arguments.on:
+        raise UsageError("--derate belongs to --on: what this machine reaches is measured.")
+    here = gallery_run.make_context(arguments.on, progress=_narrate, factors=arguments.derate)
     results = []
     for name in names:
         number = NAMES.index(name) + 1

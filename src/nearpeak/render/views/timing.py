@@ -187,6 +187,9 @@ def _facts(timing: Timing) -> Iterator[Fact]:
         yield Fact(label="kernels", text=_kernels(timing.kernels))
     if timing.inputs:
         yield Fact(label="inputs", text=_inputs(timing.inputs))
+    if timing.quantiles:
+        shown = ", ".join(f"{name} {seconds(value)}" for name, value in timing.quantiles.items())
+        yield Fact(label="calls", text=shown)
     method = "; ".join(part for part in (plain(timing.method), _conditions(timing)) if part)
     yield Fact(label="method", text=method)
     yield Fact(label="measured", text=_environment(timing.environment))
