@@ -168,6 +168,8 @@ class ModuleCall:
     output: Any = None
     ops: list[str] = field(default_factory=list)
     """The names of the operators that ran in it, submodules included: "aten.mm.default"."""
+    constants: list[float] = field(default_factory=list)
+    """The floating-point constants that its operators were given, in order: an eps, a scale, a probability."""
     functions: list[FunctionCall] = field(default_factory=list)
     """The functions that its forward itself called, by global names."""
     children: list[str] = field(default_factory=list)
@@ -195,13 +197,13 @@ class ModuleCall:
 
     @property
     def signature(self) -> str:
-        """What it computes: its operators in order, and the shapes, dtypes and strides of its inputs without the batch
-        dimensions."""
+        """What it computes: its operators with their constants, in order, and the last sizes and dtypes of inputs."""
         tensors = [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
         inputs = ", ".join(
             f"{str(x.dtype).removeprefix('torch.')}[..., {x.shape[-1] if x.dim() else ''}]" for x in tensors
         )
-        return f"({inputs}) {' '.join(name.removeprefix('aten.') for name in self.ops)}"
+        constants = " ".join(f"{value:.6g}" for value in self.constants)
+        return f"({inputs}) {' '.join(name.removeprefix('aten.') for name in self.ops)}; {constants}"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -301,13 +303,15 @@ class _Observer(TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        before = sys.getprofile()
-        sys.setprofile(self._profile)
+        has_profiler = sys.getprofile() is not None  # one of the program's own stays, and functions are not seen
+        if not has_profiler:
+            sys.setprofile(self._profile)
         try:
             with self:
                 yield
         finally:
-            sys.setprofile(before)
+            if not has_profiler:
+                sys.setprofile(None)
             self._open.clear()
 
     def fake(self, value: Any) -> Any:
@@ -364,9 +368,11 @@ class _Observer(TorchDispatchMode):
             self._stack = stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        constants = [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, float)]
         for call, is_first in self._stack:
             if is_first:
                 call.ops.append(str(func))
+                call.constants += constants
         return func(*args, **(kwargs or {}))
 
     def _profile(self, frame: FrameType, event: str, result: Any) -> None:

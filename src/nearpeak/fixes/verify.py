@@ -76,8 +76,8 @@ class Widened(TorchDispatchMode):
         def widen(value: Any) -> Any:
             return self._dtype if isinstance(value, torch.dtype) and value in _NARROW else value
 
-        args, kwargs = pytree.tree_map(widen, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        named = {name: widen(value) for name, value in (kwargs or {}).items()}
+        return func(*map(widen, args), **named)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

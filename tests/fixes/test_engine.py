@@ -1,0 +1,306 @@
+"""One fix at a time: kept if it is right and faster, else rolled back; whatever happens, the model can be undone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import nearpeak
+from nearpeak.errors import UsageError
+from nearpeak.fixes import engine, record
+from nearpeak.fixes.engine import refuse_patched, time_in_turns
+from nearpeak.fixes.registry import Site, forget_fix, observe
+from nearpeak.fixes.registry import fix as register
+from tests.fixes.models import Model, make_batch, make_model, registered, speed
+
+
+def torch_norm(self, x):
+    return functional.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+def wrong_norm(self, x):
+    return 1.01 * torch_norm(self, x)
+
+
+@pytest.fixture
+def faster(monkeypatch):
+    """Every change halves the time of the step."""
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, before, device: speed(0.5))
+
+
+def state_of(model: nn.Module) -> list:
+    return [(path, set(vars(part)), vars(part).get("forward")) for path, part in model.named_modules()]
+
+
+def test_a_right_and_faster_fix_is_kept_and_undone(faster):
+    model, batch = make_model(), make_batch()
+    before, expected = state_of(model), model(*batch)
+    shared = Model.forward, functional.rms_norm, functional.cross_entropy
+    with registered("norm", torch_norm) as id:
+        fixed = nearpeak.fix(model, *batch, only=[id])
+        assert (Model.forward, functional.rms_norm, functional.cross_entropy) == shared
+        assert "forward" not in vars(make_model().norm)
+        with pytest.raises(UsageError, match="has fixed this model before"):
+            nearpeak.fix(model, *batch, only=[id])
+    (site,) = fixed.report.sites
+    assert (site.status, site.path, site.what) == ("replaced", "norm", "test of norm")
+    assert "aten.rsqrt.default" in site.kernels
+    assert fixed.report.speed is not None and fixed.report.speed.ratio == 0.5
+    assert all(error.is_within for error in fixed.report.errors)
+    assert model.norm.forward.__func__.__code__ is torch_norm.__code__
+    torch.testing.assert_close(model(*batch), expected)
+    fixed.undo()
+    fixed.undo()
+    assert state_of(model) == before
+    assert torch.equal(model(*batch), expected)
+
+
+def test_a_wrong_fix_is_rolled_back(faster):
+    model = make_model()
+    before = state_of(model)
+    with registered("norm", wrong_norm) as id:
+        report = nearpeak.fix(model, *make_batch(), only=[id]).report
+    (fix,) = report.fixes
+    assert (fix.status, fix.speed) == ("rolled back", None)
+    assert fix.why.startswith("wrong: ")
+    assert [site.status for site in report.sites] == ["rolled back"]
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize(("ratio", "words"), [(1.2, "slower: 1.200 x"), (1.0, "not faster: 1.000 x")])
+def test_a_fix_that_is_not_faster_is_rolled_back_with_its_figure(ratio, words, monkeypatch):
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, before, device: speed(ratio))
+    model = make_model()
+    before = state_of(model)
+    with registered("norm", torch_norm) as id:
+        report = nearpeak.fix(model, *make_batch(), only=[id]).report
+    assert report.fixes[0].why.startswith(words)
+    assert report.speed is None
+    assert "nothing helps" in repr(report)
+    assert state_of(model) == before
+
+
+@pytest.mark.slow
+def test_as_fast_with_less_memory_is_kept(monkeypatch):
+    less = dataclasses.replace(speed(1.0), memory_before=10e9, memory_after=6e9)
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, before, device: less)
+    with registered("norm", torch_norm) as id, nearpeak.fixed(make_model(), *make_batch(), only=[id]) as fixed:
+        assert fixed.report.fixes[0].status == "kept"
+
+
+def test_a_fix_that_is_wrong_only_in_the_whole_model_is_rolled_back_there(faster):
+    """It is right on the batch, and looks at later tokens on a longer one."""
+
+    def leaking(self, tokens, mask=None):
+        logits = type(self).forward(self, tokens, mask)
+        return logits if tokens.shape[0] > 1 else logits * 1.1
+
+    model = make_model()
+    with registered("", leaking) as id:
+        report = nearpeak.fix(model, *make_batch(), only=[id]).report
+    assert "wrong in the whole model: " in report.fixes[0].why
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_model_is_as_it_was_after_an_error_at_any_moment(error, faster, monkeypatch):
+    model, batch = make_model(), make_batch()
+    before = state_of(model)
+    calls = []
+
+    def failing(*args):
+        calls.append(args)
+        raise error
+
+    monkeypatch.setattr(engine._Engine, "_verify_together", failing)
+    with registered("norm", torch_norm) as id, pytest.raises(error):
+        nearpeak.fix(model, *batch, only=[id])
+    assert calls
+    assert state_of(model) == before
+
+
+def test_a_site_that_cannot_be_replaced_is_listed_and_required(faster):
+    @register("refusing", "a fix of a test")
+    def refusing(run):
+        def change(edits):
+            edits.set_forward(run.model.norm, torch_norm)
+            raise UsageError("it has no kernel here")
+
+        yield Site(call=run.call("norm"), what="a norm", change=change)
+        yield Site(call=run.call("mlp"), what="a network", change=change, skip="it is too small")
+
+    model, batch = make_model(), make_batch()
+    try:
+        report = nearpeak.fix(model, *batch, only=["refusing"]).report
+        assert [(site.status, site.why) for site in report.sites] == [
+            ("skipped", "it has no kernel here"),
+            ("skipped", "it is too small"),
+        ]
+        assert "forward" not in vars(model.norm)
+        with pytest.raises(UsageError, match=r"2 sites were found and not replaced: refusing at norm \(it has no"):
+            nearpeak.fix(model, *batch, only=["refusing"], require=True)
+    finally:
+        forget_fix("refusing")
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_same_state(faster):
+    """Weights, gradients, buffers, random numbers and the optimizer are as before; the fused step continues them."""
+    batch = make_batch()[0]
+    models = [make_model(), make_model()]
+    losses: list[list[float]] = [[], []]
+    for place, model in enumerate(models):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in range(6):
+            if place and number == 2:
+                fixed = nearpeak.fix(model, batch, optimizer=optimizer, only=["fused-optimizer"])
+                assert optimizer.param_groups[0]["fused"] is True
+            if place and number == 4:
+                fixed.undo()
+                assert optimizer.param_groups[0]["fused"] is None
+            loss = functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[place].append(loss.item())
+        assert optimizer.state[model.head.weight]["step"].item() == 6
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-4, atol=0)
+    assert losses[1][:3] == losses[0][:3]
+
+
+@pytest.mark.slow
+def test_channels_last_is_undone_to_the_same_parameters(faster):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)
+
+        def forward(self, x):
+            return self.second(torch.relu(self.first(x)))
+
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(2, 3, 12, 12)
+    weight, strides, expected = net.first.weight, net.first.weight.stride(), net(x)
+    fixed = nearpeak.fix(net, x, only=["channels-last"])
+    assert fixed.report.fixes[0].status == "kept"
+    assert net.first.weight.is_contiguous(memory_format=torch.channels_last)
+    fixed.undo()
+    assert net.first.weight is weight
+    assert weight.stride() == strides
+    assert torch.equal(net(x), expected)
+
+
+def test_a_model_where_nothing_applies_is_left_alone():
+    model = nn.Sequential(nn.Linear(4, 4))
+    report = nearpeak.fix(model, torch.randn(2, 4), without=["torch-compile"]).report
+    assert not list(report.replaced())
+    assert "nothing helps Sequential" in report.report()
+
+
+def test_a_model_that_does_not_take_the_batch_is_a_usage_error():
+    with pytest.raises(UsageError, match="cannot be run on this batch: it raised IndexError"):
+        nearpeak.fix(make_model(), torch.full((2, 3), 99), only=["channels-last"])
+
+
+def test_a_model_that_another_patcher_changed_is_refused():
+    model = make_model()
+    model.norm.forward = lambda x: x
+    with pytest.raises(UsageError, match=r"the forward of norm \(Norm\) was replaced on this object by .*test_engine"):
+        refuse_patched(model)
+    layer = type("Layer", (nn.Linear,), {"__module__": "somewhere.modeling", "forward": torch_norm})(2, 2)
+    with pytest.raises(UsageError, match=r"replaced in its class by .*test_engine, where the class is of somewhere"):
+        refuse_patched(layer)
+    refuse_patched(make_model())
+
+
+def test_a_certificate_is_applied_without_measuring(faster, tmp_path, monkeypatch):
+    file = tmp_path / "fix.json"
+    batch = make_batch()
+    with registered("norm", torch_norm) as id:
+        report = nearpeak.fix(make_model(), *batch, only=[id]).report
+        report.save(file)
+        assert record.read(file) == report
+        monkeypatch.setattr(engine._Engine, "_measure", None)
+        model = make_model()
+        with nearpeak.fix_from(file, model, *batch):
+            assert "forward" in vars(model.norm)
+        assert "forward" not in vars(model.norm)
+        other = make_model()
+        other.norm.eps = 1e-3
+        with pytest.raises(UsageError, match="computes something else in this model"):
+            nearpeak.fix_from(file, other, *batch)
+        assert "forward" not in vars(other.norm)
+
+
+@pytest.mark.slow
+def test_a_certificate_that_this_machine_does_not_confirm(faster):
+    with registered("norm", torch_norm) as id:
+        good = nearpeak.fix(make_model(), *make_batch(), only=[id]).report
+    with registered("norm", wrong_norm) as id:
+        bad = nearpeak.fix(make_model(), *make_batch(), only=[id]).report
+    assert record.differences(good, good) == []
+    assert record.differences(good, bad)[0].startswith("planted is wrong here: ")
+    assert record.differences(good, dataclasses.replace(bad, sites=())) == [
+        "planted at norm is not there here.",
+        record.differences(good, bad)[0],
+    ]
+
+
+def test_damaged_certificates_are_refused(tmp_path):
+    file = tmp_path / "fix.json"
+    file.write_text('{"kind": "nearpeak fix", "schema": 1, "model": 3}')
+    with pytest.raises(UsageError, match=r"FixReport\.model"):
+        record.read(file)
+    file.write_text("[]")
+    with pytest.raises(UsageError, match="no certificate"):
+        record.read(file)
+
+
+def test_what_a_run_shows():
+    run = observe(make_model(), make_batch(), {}, trains=True)
+    assert [call.path for call in run.calls][:3] == ["", "embedding", "norm"]
+    norm = run.call("norm")
+    assert norm.ops[0] == "aten.pow.Tensor_Scalar"
+    assert norm.source.startswith("models.py:")
+    graph = norm.graph()
+    places = [node.meta.get("input") or node.meta.get("parameter") for node in graph.graph.find_nodes(op="placeholder")]
+    assert places == ["0", "weight"]
+    assert run.call("mlp").children == ["mlp.gate", "mlp.up", "mlp.down"]
+    assert run.call("mlp").args[0].requires_grad
+
+
+def test_turns_of_a_step_are_told_apart(monkeypatch):
+    """By a clock that only the step moves."""
+    clock, way = [0.0], ["after"]
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock[0])
+
+    def step():
+        clock[0] += 0.2 if way[0] == "after" else 0.4
+
+    class Before:
+        def __enter__(self):
+            way[0] = "before"
+
+        def __exit__(self, *_):
+            way[0] = "after"
+
+    result = time_in_turns(step, Before, torch.device("cpu"))
+    assert (result.verdict, result.pairs) == ("FASTER", engine.LOOKS[0])
+    assert result.ratio == pytest.approx(0.5)
+    assert result.saved_s == pytest.approx(0.2)
+
+
+@pytest.mark.slow
+def test_a_fixed_model_can_be_copied_and_trained(faster):
+    model, batch = make_model(), make_batch()
+    with registered("norm", torch_norm) as id, nearpeak.fixed(model, *batch, only=[id]):
+        copied = copy.deepcopy(model)
+        assert torch.equal(copied(*batch), model(*batch))
+        copied(*batch).sum().backward()
+        assert copied.norm.weight.grad is not None
+        assert model.norm.weight.grad is None
