@@ -92,10 +92,9 @@ def test_bytes_of_training(predicting, only):
 
 
 @pytest.mark.slow
-def test_two_processes(measuring, only, said, monkeypatch):
-    monkeypatch.setattr(collectives, "TIMEOUT_SECONDS", 60.0)  # machines of tests are slow to start
+def test_two_processes(measuring, only, said):
     result = measuring("collectives")
-    assert "both ranks held what the drawings say" in said(result)
+    assert "right on both ranks, element by element" in said(result)
     assert {row.what for row in result.rows} == {*collectives.OPS, "all_reduce of 1 kB"}
     assert all(row.measured > 0 and row.predicted > 0 for row in result.rows)
 
@@ -110,14 +109,8 @@ def test_two_processes_that_hang_are_ended(monkeypatch):
 
     monkeypatch.setattr(collectives.subprocess, "Popen", start)
     monkeypatch.setattr(collectives, "TIMEOUT_SECONDS", 0.2)
-    assert collectives.run_two(1024) is None
-    assert all(one.returncode is not None for one in started) and len(started) == 2
-
-
-def test_a_wrong_result_is_seen():
-    right = [[[3.0] * 4, [30.0] * 4]] * 2
-    assert collectives.held_as_drawn("all_reduce", right)
-    assert not collectives.held_as_drawn("all_reduce", [right[0], [[3.0] * 4, [30.0, 30.0, 30.0, 31.0]]])
+    assert collectives.measure_two() is None
+    assert [one.returncode is not None for one in started] == [True]
 
 
 def test_84_gigabytes(predicting, only, said):

@@ -7,23 +7,19 @@ whose results are checked against the drawings. Data-parallel and fully sharded 
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import distributed
 
 from nearpeak import plan
+from nearpeak.comm.result import CommRun, load_run
+from nearpeak.errors import FileProblem
 from nearpeak.gallery.parts import Drawing, Part, Plot, Prediction, prediction_table, prose
 from nearpeak.gallery.run import Context
 from nearpeak.plan.models.model import forward_flops
@@ -42,12 +38,9 @@ OPS = {
 }
 SIZE = 8 * 2**20
 """Bytes of a collective between the two processes."""
-MODULE = "nearpeak.gallery.examples.collectives"
-RANKS = 2
+SMALL = 1024
 REPEATS = 9
-ELEMENTS = 4
-"""Elements of a block, where only the values are checked."""
-TIMEOUT_SECONDS = 20.0
+TIMEOUT_SECONDS = 60.0
 """Time limit of the two processes."""
 Block = tuple[tuple[int, int], ...]
 """The sum of pieces, each a (rank, piece) of before; () is an empty place."""
@@ -221,27 +214,29 @@ def _peak(cluster: plan.Cluster) -> float:
 
 def _for_real(context: Context) -> Iterator[Part]:
     yield from prose(
-        "Now for real: two processes of this machine, joined by gloo over the loopback. Their wire is the CPU itself,"
-        " which copies what is sent, so the bytes of both ranks count. First a message goes there and back, small and"
-        f" large, and each rank copies {quantity(SIZE, 'B')} to new memory; the collectives of as many bytes are"
-        " predicted from these three: messages one after the other times the small one, bytes at the rate of the large"
-        " one, and the copies that torch makes. gloo sends each half of an all-reduce in two segments: four messages."
-        " Of an all-gather torch copies the result; a reduce-scatter gloo does not have: it is an all-reduce of a copy,"
-        " of which a rank keeps its part. Both ranks may copy at once where cores are free, and sums come on top, so"
-        " the band is wide."
+        "Now for real: two processes of this machine, joined by gloo over the loopback and timed by `nearpeak"
+        " comm`, which also checks that both ranks hold what the drawings say. Their wire is the CPU itself, which"
+        " copies what is sent, so the bytes of both ranks count. Both send a message to the other, small and"
+        f" large, and a copy of {quantity(SIZE, 'B')} to new memory is timed; the collectives of as many bytes are"
+        " predicted from these three: messages one after the other times the small one, bytes at the rate of the"
+        " large one, and the copies that torch makes. gloo sends each half of an all-reduce in two segments: four"
+        " messages. Of an all-gather torch copies the result; a reduce-scatter gloo does not have: it is an all-"
+        " reduce of a copy, of which a rank keeps its part. Both ranks may copy at once where cores are free, and"
+        " sums come on top, so the band is wide."
     )
     if not context.measures:
         return
     context.progress("two processes")
-    answers = run_two(SIZE)
-    if answers is None:
+    run = measure_two()
+    if run is None:
         yield from prose(f"The two processes did not finish within {TIMEOUT_SECONDS:.0f} s here.")
         return
-    alone = answers[0]["alone"]
-    moved = max(alone["large"] - alone["small"], 0.0) / SIZE
+    small, large = (_fastest(run, "send_recv", size) for size in (SMALL, SIZE))
+    copy = best_copy(SIZE)
+    moved = max(large - small, 0.0) / (2 * SIZE)  # both ranks send
     yield from prose(
-        f"A message takes {seconds(alone['small'])}, one of {quantity(SIZE, 'B')} {seconds(alone['large'])}"
-        f" ({quantity(SIZE / alone['large'], 'B/s')}), and the copy {seconds(alone['copy'])}."
+        f"A message takes {seconds(small)}, one of {quantity(SIZE, 'B')} {seconds(large)}"
+        f" ({quantity(2 * SIZE / large, 'B/s')} of both ranks together), and the copy {seconds(copy)}."
     )
     # By op: messages one after the other, bytes that both ranks send together over the size, and copies of it.
     sends = {
@@ -250,127 +245,65 @@ def _for_real(context: Context) -> Iterator[Part]:
         "reduce_scatter": (4, 2.0, 1),
         "all_gather": (1, 1.0, 1),
         "all_to_all": (1, 1.0, 0),
-        "all_reduce of 1 kB": (4, 0.0, 0),
     }
     rows = [
         Prediction(
             what=op,
-            predicted=messages * alone["small"] + share * SIZE * moved + copies * alone["copy"],
-            measured=max(answer["seconds"][op] for answer in answers),
+            predicted=messages * small + share * SIZE * moved + copies * copy,
+            measured=_fastest(run, op, SIZE),
             low=0.4,
             high=2.5,
         )
         for op, (messages, share, copies) in sends.items()
     ]
+    all_reduce = _fastest(run, "all_reduce", SMALL)
+    rows.append(Prediction(what="all_reduce of 1 kB", predicted=4 * small, measured=all_reduce, low=0.4, high=2.5))
     yield prediction_table("Two processes over gloo", rows)
-    right = [op for op in OPS if held_as_drawn(op, [answer["held"][op] for answer in answers])]
-    wrong = [op for op in OPS if op not in right]
+    wrong = dict.fromkeys(point.op for point in run.wrong_points())
     yield from prose(
-        f"After each of the {len(right)} both ranks held what the drawings say, block by block."
+        f"The results of all {len(OPS)} were right on both ranks, element by element."
         if not wrong
         else f"Not as the drawings say: {', '.join(wrong)}."
     )
 
 
-def held_as_drawn(op: str, held: list[list[list[float]]]) -> bool:
-    """Whether each rank held the sums that `after` says, in every element of every block."""
-    for blocks, values in zip(blocks_after(op, RANKS), held, strict=True):
-        wanted = [sum(block_value(*piece) for piece in block) for block in blocks if block]
-        if values != [[value] * ELEMENTS for value in wanted]:
-            return False
-    return True
-
-
-def run_two(size: int) -> list[dict[str, Any]] | None:
-    """Run both ranks, each in its own process; None where they fail or take too long."""
+def measure_two() -> CommRun | None:
+    """What `nearpeak comm` measures with two ranks; None where they fail or take too long."""
     loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
     environment = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    ops = [word for op in (*OPS, "send_recv") for word in ("--op", op)]
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous = str(Path(folder) / "rendezvous")
-        commands = [[sys.executable, "-m", MODULE, str(rank), rendezvous, str(size)] for rank in (0, 1)]
-        processes = [
-            subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL
-            )
-            for command in commands
-        ]
+        file = Path(folder) / "comm.json"
+        sizes = ["--bytes", f"{SMALL},{SIZE}", "--max-seconds", "0.3", "--json", str(file)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "nearpeak", "comm", "--ranks", "2", "--backend", "gloo", *ops, *sizes],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         try:
-            printed = [process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for process in processes]
-            return [json.loads(text) for text in printed]
-        except (subprocess.TimeoutExpired, json.JSONDecodeError):
+            process.wait(timeout=TIMEOUT_SECONDS)
+            return load_run(file)
+        except (subprocess.TimeoutExpired, FileProblem):
             return None
         finally:
-            for process in processes:
-                process.kill()  # no effect where it has ended
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+            process.terminate()  # torchrun's code ends both ranks; no effect where they have ended
+            process.wait()
 
 
-def rank_main(rank: int, file: str, size: int) -> None:
-    """One rank: prints one line of JSON with its results and times."""
-    warnings.simplefilter("ignore", FutureWarning)  # newer names of two collectives, which older versions do not have
-    wait = datetime.timedelta(seconds=10)
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=RANKS, timeout=wait)
-    held, taken = {}, {}
-    large, small = (torch.zeros(max(RANKS, count // 4)) for count in (size, 1024))
-    result = torch.zeros_like(large)
-    alone = {name: best_seconds(partial(round_trip, one)) / 2 for name, one in (("large", large), ("small", small))}
-    alone["copy"] = best_seconds(large.clone)
-    for name in ("broadcast", "all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
-        values = torch.tensor([block_value(rank, piece) for piece in range(RANKS)]).repeat_interleave(ELEMENTS)
-        after = run_collective(name, values, torch.zeros_like(values))
-        held[name] = after.view(-1, ELEMENTS).tolist()
-        taken[name] = best_seconds(partial(run_collective, name, large, result))
-    taken["all_reduce of 1 kB"] = best_seconds(partial(run_collective, "all_reduce", small, small))
-    print(json.dumps({"held": held, "seconds": taken, "alone": alone}))
-    distributed.destroy_process_group()
+def _fastest(run: CommRun, op: str, size: int) -> float:
+    """The fastest call out of place, or in place where there is no other: other processes can only add time."""
+    points = [point for point in run.points if (point.op, point.bytes) == (op, size)]
+    return min(min(points, key=lambda point: point.in_place).readings)
 
 
-def run_collective(name: str, mine: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Run a collective on a tensor of one piece per rank; returns the result of this rank."""
-    if name == "broadcast":
-        distributed.broadcast(mine, 0)
-        return mine
-    if name == "all_reduce":
-        distributed.all_reduce(mine)
-        return mine
-    if name == "reduce_scatter":
-        result = result.chunk(RANKS)[0]
-        distributed.reduce_scatter_tensor(result, mine)
-    elif name == "all_gather":
-        distributed.all_gather_into_tensor(result, mine.chunk(RANKS)[distributed.get_rank()])
-    else:
-        distributed.all_to_all_single(result, mine)
-    return result
-
-
-def round_trip(message: torch.Tensor) -> None:
-    """Send a message to the other rank, which sends it back."""
-    if distributed.get_rank() == 0:
-        distributed.send(message, 1)
-        distributed.recv(message, 1)
-    else:
-        distributed.recv(message, 0)
-        distributed.send(message, 0)
-
-
-def best_seconds(call: Callable[[], object]) -> float:
-    """The fastest of some calls that both ranks start together: other processes can only add time."""
+def best_copy(size: int) -> float:
+    """The fastest of some copies of so many bytes to new memory."""
+    source = torch.zeros(size // 4)
     times = []
     for _ in range(REPEATS):
-        distributed.barrier()
         start = time.perf_counter()
-        call()
+        source.clone()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def block_value(rank: int, piece: int) -> float:
-    """The value of piece `piece` of rank `rank`: every sum of these values is unique."""
-    return float(10**piece * (rank + 1))
-
-
-if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
