@@ -583,6 +583,7 @@ def test_fixes_of_one_forward_add_up() -> None:
     norm.change(edits)
     assert {"add_and_normalize", "swiglu"} <= functions_of(model)
     torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(run_of(model, x).output.shape, expected.shape)  # it can be observed again
     edits.undo()
     assert "forward" not in vars(model)
 
