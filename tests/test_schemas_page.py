@@ -31,6 +31,7 @@ from nearpeak.plan.cluster.collectives import Collective
 from nearpeak.plan.models.model import Model
 from nearpeak.plan.moe_degrees import MoeDegree
 from nearpeak.plan.serving.plan import ServingPlan
+from nearpeak.plan.training.fit import FitPlan
 from nearpeak.plan.training.plan import MemoryPlan, TrainingPlan
 from nearpeak.plan.training.search import SearchPlan
 from nearpeak.plan.validation.errors import Validation
@@ -46,6 +47,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "machine": (Machine, Network),
     "comm": (CommRun,),
     "plan memory": (MemoryPlan,),
+    "plan fit": (FitPlan,),
     "plan train, with a layout": (TrainingPlan,),
     "plan train, without a layout": (SearchPlan,),
     "plan serve": (ServingPlan,),

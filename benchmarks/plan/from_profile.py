@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import nearpeak
 from nearpeak.machines import catalogue
@@ -91,8 +92,9 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A language model of some layers."""
 
-    def __init__(self, shape: Shape, layers: int) -> None:
+    def __init__(self, shape: Shape, layers: int, recomputed: int = 0) -> None:
         super().__init__()
+        self.recomputed = recomputed
         self.embedding = nn.Embedding(shape.vocabulary, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(layers))
         self.norm = nn.RMSNorm(shape.hidden)
@@ -100,8 +102,8 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number < self.recomputed else layer(x)
         return self.head(self.norm(x))
 
 

@@ -24,6 +24,7 @@ from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Ri
 from nearpeak.machines import catalogue
 from nearpeak.machines.machine import Ceiling
 from nearpeak.measure.timing import Comparison, Sweep
+from nearpeak.plan.training.fit import FitPlan, Remedy
 from nearpeak.plan.validation.errors import ComparedRow, Validation, summarize_errors
 from nearpeak.render.results import VIEWS, document_of
 
@@ -62,6 +63,26 @@ def job():
 
 def cluster():
     return plan.Cluster.of("h100-sxm x 8")
+
+
+def fit_plan():
+    """Of a step that fits after one of two changes."""
+    remedy = Remedy(
+        recomputed_layers=4, pieces=1, states="as they are", sharding="none", bytes=7e10, added_seconds=0.01
+    )
+    return FitPlan(
+        source="train.py:step",
+        machine="a GPU",
+        capacity=8e10,
+        peak=8.8e10,
+        needed=9e10,
+        by_category={"parameters": 2e10, "gradients": 0.0, "optimizer": 4e10, "activations": 2.8e10},
+        at="aten.mm.default of head",
+        seconds=1.0,
+        layers=8,
+        batch=2,
+        remedies=(remedy, replace(remedy, recomputed_layers=0, states="8-bit")),
+    )
 
 
 def serving():
@@ -142,6 +163,7 @@ MADE = {
         "<Collective all_reduce of 1.07 GB over 8 GPUs: ",
     ),
     "MemoryPlan": (lambda: plan.memory_plan(job()), "<MemoryPlan of llama-3-8b: "),
+    "FitPlan": (fit_plan, "<FitPlan of train.py:step on a GPU: 90 GB of 80 GB, does not fit: recompute 4 layers>"),
     "TrainingPlan": (lambda: plan.training_plan(job(), cluster()), "<TrainingPlan of llama-3-8b on 8 x h100-sxm: "),
     "SearchPlan": (
         lambda: plan.search_plan(plan.find_model("llama-3-8b"), cluster(), sequence=8192),

@@ -10,6 +10,7 @@ from nearpeak.bound.roofline import Ceilings
 from nearpeak.calibrate.machine import machine as find_machine
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.case import Case, as_case
+from nearpeak.ops.op import Trace
 from nearpeak.trace.cuda_ops.target import target_of
 from nearpeak.trace.trace import trace
 
@@ -43,3 +44,9 @@ def estimate(
     machine = on if isinstance(on, Machine) else find_machine(on)
     recorded = trace(case.fn, *case.args, kwargs=dict(case.kwargs), live=live, target=target_of(machine))
     return estimate_trace(recorded, machine, ceilings=ceilings)
+
+
+def estimate_step(case: Case, machine: Machine) -> tuple[Trace, Estimate]:
+    """The ops of a case on fake tensors with the storages that they use, and their estimate."""
+    recorded = trace(case.fn, *case.args, kwargs=dict(case.kwargs), target=target_of(machine))
+    return recorded, estimate_trace(recorded, machine)

@@ -33,6 +33,7 @@ VIEWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("plan.cluster.cluster", "Cluster"): ("plan.catalogue", "cluster_document"),
     ("plan.cluster.collectives", "Collective"): ("plan.collectives", "collective_document"),
     ("plan.training.plan", "MemoryPlan"): ("plan.training", "memory_document"),
+    ("plan.training.fit", "FitPlan"): ("plan.training", "fit_document"),
     ("plan.training.plan", "TrainingPlan"): ("plan.training", "training_document"),
     ("plan.training.search", "SearchPlan"): ("plan.training", "search_document"),
     ("plan.serving.plan", "ServingPlan"): ("plan.serving", "document"),

@@ -29,7 +29,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nearpeak.cli.argument_types import share, value, values
+from nearpeak.cli.argument_types import assignment, share, value, values
 from nearpeak.cli.output import narrate, print_result, terminal_style, write_file
 from nearpeak.errors import UsageError, did_you_mean
 
@@ -325,6 +325,61 @@ def run_memory(arguments: argparse.Namespace) -> int:
     cluster = None if arguments.on is None else cluster_of(arguments)
     plan = memory_plan(job_of(arguments, model, cluster), cluster)
     write_plan(memory_document(plan), plan, arguments, lambda: memory_sliders(plan))
+    return 0
+
+
+def configure_fit(parser: argparse.ArgumentParser) -> None:
+    """Which change makes a training step fit into memory at the least cost in time.
+
+    TARGET is FILE.py:FUNCTION, as for `nearpeak estimate`: a function that builds
+    the model and the optimizer and returns a whole training step. It runs on fake
+    tensors: no GPU and no memory is needed. From the lifetimes of its tensors follow
+    the peak, and what recomputed layers, smaller microbatches, 8-bit or offloaded
+    optimizer states and sharding over the GPUs of --on would leave of it.
+
+    Or TARGET is a model, as for `nearpeak plan memory`: changes of its layout.
+
+    examples:
+      nearpeak plan fit train.py:step --on "h100-sxm x 1"
+      nearpeak plan fit train.py:step --set batch=8 --on "h100-sxm x 8"
+      nearpeak plan fit llama-3-8b --on "h100-sxm x 8" --sequence 8k
+    """
+    parser.add_argument("model", metavar="TARGET", help="FILE.py:FUNCTION, or a model as for `nearpeak plan memory`")
+    add_cluster(parser, required=True)
+    parser.add_argument(
+        "--set", action="append", default=[], type=assignment, metavar="NAME=VALUE", help="a parameter of the function"
+    )
+    add_layout(parser)
+    add_job(parser)
+    add_results(parser)
+
+
+def run_fit(arguments: argparse.Namespace) -> int:
+    """Print whether it fits, and what makes it fit."""
+    if ".py" not in arguments.model:
+        if arguments.set:
+            raise UsageError("--set belongs to FILE.py:FUNCTION; a model has options of its layout.")
+        return run_memory(arguments)
+    import contextlib
+
+    from nearpeak.measure.case import case_errors, load
+    from nearpeak.profiling.estimate import estimate_step
+    from nearpeak.render.views.plan.training import fit_document
+    from nearpeak.trace.fake import fake
+
+    if has_layout(arguments):
+        raise UsageError("A layout belongs to a model: FILE.py:FUNCTION has its own. Give --on and --set alone.")
+    cluster = cluster_of(arguments)
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the result: what the case prints goes to stderr
+        builder = load(arguments.model)
+        with fake():
+            case = builder.build(**dict(arguments.set))
+        with case_errors(arguments.model, "while it was traced"):
+            trace, estimate = estimate_step(case, cluster.machine)
+    from nearpeak.plan.training.fit import fit_step
+
+    plan = fit_step(trace, estimate, cluster, source=arguments.model)
+    write_plan(fit_document(plan), plan, arguments)
     return 0
 
 
@@ -800,6 +855,7 @@ def run_clusters(arguments: argparse.Namespace) -> int:
 
 QUESTIONS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
     "memory": (configure_memory, run_memory),
+    "fit": (configure_fit, run_fit),
     "train": (configure_train, run_train),
     "serve": (configure_serve, run_serve),
     "collectives": (configure_collectives, run_collectives),

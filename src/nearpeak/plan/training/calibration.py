@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from nearpeak.bound.estimate import EstimatedOp
 from nearpeak.errors import UsageError
 from nearpeak.machines import catalogue
 from nearpeak.plan.cluster.cluster import Cluster
@@ -142,11 +143,11 @@ def split_step(profile: Profile) -> MeasuredStep:
         raise UsageError(
             f"The profile of {profile.source} is not a training step with a backward pass and an optimizer step."
         )
-    prefix = _layer_list(ops)
+    prefix = layer_list(ops)
     numbers: set[str] = set()
     layer_kernels = layer_waits = once = weights = layer_flops = 0.0
     for place, op in enumerate(ops):
-        number = _layer_number(op.module, prefix)
+        number = layer_number(op.module, prefix)
         seconds = op.measured_s + op.launch_wait_s
         if number is not None:
             numbers.add(number)
@@ -177,7 +178,7 @@ def first_layers(model: Model, layers: int) -> Model:
     return replace(model, mixers=model.mixers[:layers], feeds=model.feeds[:layers])
 
 
-def _layer_list(ops: Sequence[ProfiledOp]) -> str:
+def layer_list(ops: Sequence[ProfiledOp | EstimatedOp]) -> str:
     """The path before the numbers of layers: that of the outermost numbered modules with the most FLOPs."""
     flops: dict[str, float] = {}
     for op in ops:
@@ -188,13 +189,14 @@ def _layer_list(ops: Sequence[ProfiledOp]) -> str:
     total = sum(op.flops for op in ops)
     if prefix is None or flops[prefix] < LAYER_SHARE * total:
         raise UsageError(
-            "The ops of the profile do not name numbered layers, such as model.layers.0: torch.compile removes them. "
+            "The ops of the step do not name numbered layers, such as model.layers.0: torch.compile removes them. "
             "Profile the step without it."
         )
     return prefix
 
 
-def _layer_number(module: str, prefix: str) -> str | None:
+def layer_number(module: str, prefix: str) -> str | None:
+    """The number of the layer that a module is in; None outside of the layers."""
     match = re.match(rf"{re.escape(prefix)}(?:^|\.)(\d+)(?:\.|$)" if prefix else r"(\d+)(?:\.|$)", module)
     return match.group(1) if match else None
 

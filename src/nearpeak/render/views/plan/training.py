@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.plan.provenance import Provenance
+from nearpeak.plan.training.fit import FitPlan
 from nearpeak.plan.training.job import Job, Precision
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import StageMemory
@@ -86,6 +87,61 @@ def memory_parts(plan: MemoryPlan) -> Iterator[Paragraph | Table | Picture]:
     if plan.changes:
         yield memory_changes(plan)
     yield Picture(title="Memory of each pipeline stage", svg=memory_picture(plan))
+
+
+def fit_document(plan: FitPlan) -> Document:
+    """The memory of a traced step, and the changes after which it fits."""
+    verdict = "fits" if plan.fits else "does not fit"
+    shares = [(name, value) for name, value in plan.by_category.items() if value]
+    parts: list[Paragraph | Table | Picture] = [
+        Table(
+            title="Tensors at the fullest op",
+            headers=("part", "GB", "share"),
+            rows=(
+                *((name, gigabytes(value), percent(value / plan.peak)) for name, value in shares),
+                ("peak", gigabytes(plan.peak), "100.0 %"),
+            ),
+            bars=tuple(value / plan.peak for _, value in shares),
+            totals=1,
+            note=f"At {plan.at}. needed adds workspaces, the allocator's slack and the CUDA context.",
+        )
+    ]
+    if plan.remedies:
+        rows = tuple(
+            (
+                str(remedy),
+                gigabytes(remedy.bytes),
+                f"{'+' if remedy.added_seconds >= 0 else '-'}{seconds(abs(remedy.added_seconds))}",
+                f"{remedy.added_seconds / plan.seconds:+.1%}",
+                "same" if remedy.exact else "rounded",
+            )
+            for remedy in plan.remedies
+        )
+        parts.append(
+            Table(
+                title="Changes that make it fit, the least time first",
+                headers=("change", "GB", "time", "of a step", "numbers"),
+                rows=rows,
+                align="lrrrl",
+                note="recompute: torch.utils.checkpoint around so many layers. microbatches: the batch in so many "
+                "parts, gradients summed. 8-bit states round the moments of the optimizer.",
+            )
+        )
+    elif not plan.fits:
+        parts.append(
+            Paragraph(
+                text="Nothing that was tried makes it fit: recomputed layers, smaller microbatches, 8-bit or offloaded "
+                "optimizer states, sharding over the GPUs. Name more GPUs with --on."
+            )
+        )
+    layers = f"{plan.layers} numbered layers" if plan.layers else "no numbered layers to recompute"
+    batch = f"batch {plan.batch}" if plan.batch else "no batch size in common"
+    return Document(
+        title=f"{plan.source} {verdict} on {plan.machine}: {gigabytes(plan.needed)} GB needed of "
+        f"{gigabytes(plan.capacity)}",
+        facts=(f"A step of {seconds(plan.seconds)} at the speed of good kernels; {layers}, {batch}.",),
+        parts=tuple(parts),
+    )
 
 
 def gigabytes(value: float) -> str:

@@ -1,0 +1,156 @@
+"""What makes a traced step fit into memory: peaks from lifetimes, and the cheapest change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from nearpeak.bound.estimate import estimate_trace
+from nearpeak.cli.main import main
+from nearpeak.errors import UsageError
+from nearpeak.machines import catalogue
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.training import fit
+from nearpeak.plan.training.fit import fit_step
+from nearpeak.profiles.memory import peak_memory
+from nearpeak.trace.fake import fake
+from nearpeak.trace.trace import trace
+
+LAYERS, BATCH, WIDTH, TOKENS, CLASSES = 4, 8, 64, 32, 256
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+class Network(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = self.table(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def build():
+    model = Network()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+
+    def step():
+        optimizer.zero_grad(set_to_none=True)
+        functional.cross_entropy(model(tokens).view(-1, CLASSES), tokens.view(-1)).backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.fixture(scope="module")
+def traced():
+    with fake():
+        step = build()
+    machine = catalogue.find("h200-sxm")
+    recorded = trace(step)
+    return recorded, estimate_trace(recorded, machine), machine
+
+
+def plan_for(traced, spare=None, gpus=1):
+    """The plan for a GPU with `spare` bytes for tensors; None: all of an H200."""
+    recorded, estimate, machine = traced
+    whole = fit_step(recorded, estimate, Cluster.of(machine, gpus=gpus))
+    if spare is None:
+        return whole
+    small = replace(machine, memory_bytes=whole.needed - whole.peak + spare)
+    return fit_step(recorded, estimate, Cluster.of(small, gpus=gpus))
+
+
+def test_the_peak_on_fake_tensors_is_that_of_the_real_step(traced):
+    live = trace(build(), live=True)
+    real = peak_memory(live.lives, live.ops)
+    plan = plan_for(traced)
+    # the first real step has no optimizer states yet; every later one has
+    assert plan.peak - plan.by_category["optimizer"] == pytest.approx(real.peak_bytes, rel=0.02)
+    weights = sum(parameter.numel() * 4 for parameter in Network().parameters())
+    assert plan.by_category["parameters"] == weights
+    assert plan.by_category["optimizer"] == pytest.approx(2 * weights, rel=0.01)
+    assert (plan.layers, plan.batch) == (LAYERS, BATCH)
+    assert plan.fits and not plan.remedies
+
+
+def test_each_remedy_fits_and_is_ranked_by_its_time(traced):
+    whole = plan_for(traced)
+    plan = plan_for(traced, spare=0.8 * whole.peak)
+    assert not plan.fits and plan.remedies
+    times = [remedy.added_seconds for remedy in plan.remedies]
+    assert times == sorted(times)
+    assert all(remedy.bytes <= plan.capacity and remedy.changes for remedy in plan.remedies)
+
+
+def test_no_more_layers_are_recomputed_than_needed(traced, monkeypatch):
+    monkeypatch.setattr(fit._Step, "_batch_size", lambda self: None)  # one sequence, which has no parts
+    whole = plan_for(traced)
+    counts = []
+    for share in (0.95, 0.85, 0.75):
+        plan = plan_for(traced, spare=share * whole.peak)
+        counts += [
+            remedy.recomputed_layers for remedy in plan.remedies if remedy.changes == 1 and remedy.recomputed_layers
+        ]
+    assert counts == sorted(counts) and len(set(counts)) > 1
+
+
+def test_more_gpus_offer_sharding(traced):
+    whole = plan_for(traced, gpus=8)
+    # no activation can go below what the states take: only sharding or fewer states help
+    states = whole.by_category["parameters"] + whole.by_category["optimizer"]
+    plan = plan_for(traced, spare=0.7 * states, gpus=8)
+    assert plan.remedies and all(
+        remedy.sharding != "none" or remedy.states != "as they are" for remedy in plan.remedies
+    )
+
+
+def test_what_cannot_fit_has_no_remedy(traced):
+    plan = plan_for(traced, spare=1000.0)
+    assert not plan.fits and plan.remedies == ()
+
+
+def test_a_step_without_a_backward_pass_is_refused(traced):
+    recorded, estimate, machine = traced
+    ends = next(place for place, op in enumerate(recorded.ops) if op.phase == "backward")
+    forward = replace(recorded, ops=recorded.ops[:ends])
+    with pytest.raises(UsageError, match="no backward pass"):
+        fit_step(forward, replace(estimate, ops=estimate.ops[:ends]), Cluster.of(machine, gpus=1))
+
+
+def test_the_command_plans_a_file_or_a_model(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import torch\n"
+        "def step(width=64):\n"
+        "    model = torch.nn.Linear(width, width)\n"
+        "    optimizer = torch.optim.SGD(model.parameters())\n"
+        "    x = torch.zeros(4, width)\n"
+        "    def run():\n"
+        "        model(x).sum().backward()\n"
+        "        optimizer.step()\n"
+        "    return run\n",
+        encoding="utf-8",
+    )
+    assert main(["plan", "fit", f"{path}:step", "--on", "h200-sxm x 1", "--set", "width=128"]) == 0
+    assert "fits on NVIDIA H200" in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", "fit", f"{path}:step", "--on", "h200-sxm x 1", "--tp", "2"]) == 2
+    assert main(["plan", "fit", "llama-3-8b", "--on", "h100-sxm x 8", "--sequence", "8k"]) == 0
+    assert "cheapest changes" in capsys.readouterr().out
