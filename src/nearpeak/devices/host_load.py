@@ -111,3 +111,9 @@ class HostLoad:
                 counted = [parse_number(columns[place]) or 0.0 for place in (0, 1, 2, 5, 6, 7)]
                 ticks = (ticks or 0.0) + sum(counted)
         return None if ticks is None else self._tick * ticks
+
+
+def thread_run_delay() -> float | None:
+    """Seconds in which this thread could have run and other work had the processor; None if it is not counted."""
+    times = [parse_number(text) for text in read_text(Path("/proc/thread-self/schedstat")).split()[:2]]
+    return 1e-9 * times[1] if len(times) == 2 and times[1] is not None else None

@@ -43,6 +43,7 @@ from nearpeak.profiles.profile import (
     computed_dtypes,
     profile_ceilings,
 )
+from nearpeak.profiles.rank_timeline import RankTimeline
 from nearpeak.profiles.rates import step_rates
 from nearpeak.profiles.waterfall import merge_intervals
 from nearpeak.profiling.loader_starts import WorkerStarts
@@ -100,6 +101,8 @@ class StepRecords:
     rank: int | None = None
     """Of the process in its torch.distributed group; None if there is no group."""
     world_size: int | None = None
+    timeline: RankTimeline | None = None
+    """Of the profiled steps, for the profile of the job."""
     worker_starts: WorkerStarts | None = None
     """What a data loader without persistent workers costs at the ends of epochs."""
     collections: tuple[float, ...] | None = None

@@ -16,8 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import FunctionType, ModuleType, TracebackType
@@ -35,6 +34,8 @@ from nearpeak.machines.machine import Machine
 from nearpeak.measure.options import Progress
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiling.assemble import StepRecords
+from nearpeak.profiling.inject import Fault, FaultInjector
+from nearpeak.profiling.job import launched_rank, rank_report
 from nearpeak.profiling.session import PHASE_MESSAGES, STEP_DEFINITION, Session, StopRun
 from nearpeak.profiling.steps import detect_steps
 from nearpeak.profiling.torch_profiler import initialize_kineto
@@ -85,6 +86,7 @@ def profile_script(
     goes_on: Callable[[Profile], object] = lambda profile: None,
     abort: Callable[[ScriptRun], object] = lambda run: None,
     ends_process: bool = False,
+    inject: Fault | None = None,
     calibration: subprocess.Popen[bytes] | None = None,
 ) -> ScriptRun:
     """Runs a script with its arguments, as `python path ...` would, and profiles one of its steps.
@@ -110,6 +112,7 @@ def profile_script(
             `wait_s` and did not end.
         ends_process: Whether nothing but the report follows the script: its thread pools are then ended, as at the
             exit of the interpreter.
+        inject: A fault for one rank of a job.
         calibration: The process that measures the GPU, if it was started before (`start_gpu_calibration`).
     """
     if (path is None) == (module is None):
@@ -129,7 +132,23 @@ def profile_script(
         with stage("assembling"):
             known = records.update(profile, assembled) if profile is not None and assembled is not None else None
             profile, assembled = known or records.profile(on, ceilings=ceilings), records
+        tell_team(records)
         captured(profile, session.is_done or has_ended)
+
+    def tell_team(records: StepRecords) -> None:
+        """Sends what this rank recorded to rank 0."""
+        if profile is not None and records.timeline is not None and session.team is not None:
+            with suppress(Exception):  # the store is gone with the rank that had it
+                session.team.publish(rank_report(profile, records.timeline))
+
+    def add_job() -> None:
+        """Adds the other ranks to the profile of rank 0."""
+        nonlocal profile
+        team, timeline = session.team, None if assembled is None else assembled.timeline
+        if profile is not None and profile.job is None and team is not None and team.rank == 0 and timeline is not None:
+            with stage("the other ranks"), suppress(RuntimeError):
+                profile = replace(profile, job=team.job(rank_report(profile, timeline)))
+                captured(profile, True)
 
     def complete() -> None:
         records = session.records(main.name)
@@ -140,7 +159,12 @@ def profile_script(
         if session.is_done and not stop:
             say(f"{main.name} goes on. Ctrl-C ends it and gives the report now; --stop does that by itself")
             if profile is not None:
-                watchdog.report_later(partial(goes_on, profile))
+                watchdog.report_later(report_now)
+
+    def report_now() -> None:
+        add_job()
+        if profile is not None:
+            goes_on(profile)
 
     def result() -> ScriptRun:
         nonlocal has_ended
@@ -149,6 +173,7 @@ def profile_script(
         seen = None if profile is None else (profile.step, profile.steps)
         if records is not None and seen != (records.step, len(records.walls)):
             assemble(records, machine or find_machine(progress=progress))
+        add_job()
         if timed_out and not session.problem:
             session.problem = f"no step ended for {seconds(wait_s or 0.0)}, and it was ended as asked."
         return ScriptRun(
@@ -191,6 +216,9 @@ def profile_script(
             with ExitStack() as stack:
                 steps = session.steps = stack.enter_context(detect_steps(session, session.guard))
                 stack.enter_context(session.loaders.watching())
+                if inject is not None:
+                    session.injector = FaultInjector(inject, launched_rank()[0])
+                    stack.enter_context(session.injector.slow_loaders())
                 step_function = None if step is None else StepFunction(step, steps.mark)
                 if step_function is not None:
                     steps.has_step_function = True

@@ -10,10 +10,12 @@ import dataclasses
 import gc
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,7 +31,10 @@ from nearpeak.measure.statistics import median
 from nearpeak.ops.op import Trace
 from nearpeak.profiles.conditions import StepConditions, worst_conditions
 from nearpeak.profiles.profile import CompilerFacts
+from nearpeak.profiles.rank_timeline import RankTimeline
 from nearpeak.profiling.assemble import StepRecords
+from nearpeak.profiling.inject import FaultInjector
+from nearpeak.profiling.job import Team, read_timeline
 from nearpeak.profiling.loader_starts import LoaderStarts
 from nearpeak.profiling.steps import StepDetector, StepKind
 from nearpeak.profiling.torch_profiler import (
@@ -84,6 +89,12 @@ PROFILED_STEPS = 5
 PROFILED_SECONDS = 1.5
 """So many steps are profiled on a GPU, or as many as fit into this time, and at least one: the clock changes from step
 to step, so that a single step says little, and each step takes time to read."""
+JOB_STEPS = 16
+JOB_SECONDS = 8.0
+"""So many steps more are profiled of a job of several ranks, or as many as fit into this time: which rank is late shows
+in several steps."""
+AGREE_SECONDS = 60.0
+"""How long a rank waits for the others to have warmed up."""
 AGAIN_STEPS = 40
 AGAIN_SECONDS = 1.0
 """So many clean steps, or as many as fit into this time, are timed after everything is recorded, if there are as many:
@@ -123,6 +134,12 @@ class Schedule:
     times_again: bool = False
     """Whether clean steps are timed again at the end. Not where a GPU waits for its host: once a profiler ran, launches
     take longer."""
+    agree: Callable[[int, float], tuple[int, float | None] | None] | None = None
+    """Asked once warm-up is over, with the number of steps and the time of one: from which step all ranks of the job
+    measure, and by which step time they count, so that all do the same in the same steps; None if others warm up
+    still."""
+    pace: float | None = None
+    """That step time; None for a rank on its own, which goes by its clock."""
     compares_steps: bool = False
     """Whether the step after the traced one is traced too, to see what both compute from the same values."""
     later_walls: list[float] = field(default_factory=list)
@@ -146,6 +163,7 @@ class Schedule:
     _profiled: int = 0
     _profiled_since: float = 0.0
     _block_s: float | None = None
+    _asked_since: float | None = None
 
     def step_ended(
         self, now: float, kind: StepKind | None = None, *, graphs: int = 0, usable: bool = True
@@ -168,7 +186,11 @@ class Schedule:
             assert took is not None
             self._clean(now, took, kind, compiled)
         elif self.phase == "profiler start":
-            if self._in_phase >= PROFILER_STEPS or now - self._begun >= PROFILER_SECONDS:
+            if self.pace is not None:
+                self.again = self._in_phase < PROFILER_STEPS + self._fitting(JOB_STEPS, JOB_SECONDS)
+            if not self.again and (
+                self.pace is not None or self._in_phase >= PROFILER_STEPS or now - self._begun >= PROFILER_SECONDS
+            ):
                 self._enter("profiled", now)
         elif self.phase == "profiled":
             self._take_profiled(now, kind, action if usable or self._retakes >= MAX_RETAKES else ProfilerAction.RESTART)
@@ -185,7 +207,10 @@ class Schedule:
         elif self.phase == "clean again":
             if took is not None and self.fits(kind) and not compiled:
                 self.later_walls.append(took)
-            if self._in_phase >= AGAIN_STEPS or sum(self.later_walls) >= AGAIN_SECONDS:
+            enough = sum(self.later_walls) >= AGAIN_SECONDS
+            if self.pace is not None:
+                enough = self._in_phase >= self._fitting(AGAIN_STEPS, AGAIN_SECONDS)
+            if self._in_phase >= AGAIN_STEPS or enough:
                 self._enter("done", now)
         return self.phase
 
@@ -194,7 +219,7 @@ class Schedule:
         if self._retakes < MAX_RETAKES and not (self.fits(kind) and graphs == self._graphs):
             return ProfilerAction.STOP_EXCLUDING if self._profiled else ProfilerAction.RESTART
         count = self._profiled + 1
-        step_s = (now - self._profiled_since) / count
+        step_s = self.pace or (now - self._profiled_since) / count
         if count < self.most_profiled and (count + 1) * step_s <= PROFILED_SECONDS:
             return ProfilerAction.CONTINUE
         return ProfilerAction.STOP_INCLUDING
@@ -305,12 +330,35 @@ class Schedule:
         if usual and took is not None:
             self._took = took
         if (
-            (self._in_phase > MIN_WARM_UP and settled)
+            self._asked_since is not None  # all ranks begin with the same step, whatever this one takes now
+            or (self._in_phase > MIN_WARM_UP and settled)
             or self._in_phase >= MAX_WARM_UP
             or (self._in_phase > 1 and now - self._begun >= WARM_UP_SECONDS and not compiled)
         ):
+            if not self._all_begin(now):
+                return
             self._usual = max(self._kinds, key=lambda entry: entry[1])[0]
             self._enter("clean", now)
+
+    def _all_begin(self, now: float) -> bool:
+        """Whether the clean steps begin: on all ranks of a job with the same step."""
+        if self.agree is None or self.pace is not None:
+            return True
+        if self._asked_since is None:
+            self._asked_since = now
+        agreed = self.agree(self.steps, self._took if math.isfinite(self._took) else 0.0)
+        if agreed is None:
+            return now - self._asked_since >= AGREE_SECONDS
+        start, pace = agreed
+        if self.steps < start:
+            return False
+        self.pace = None if pace is None else max(pace, 1e-6)
+        self._took = self.pace or self._took
+        return True
+
+    def _fitting(self, most: int, limit_s: float) -> int:
+        """As many steps as fit into a time, by the pace of the job."""
+        return max(1, min(most, math.ceil(limit_s / (self.pace or 1.0))))
 
     def _count(self, kind: StepKind) -> bool:
         """Counts a kind of step; returns whether no other kind is more frequent."""
@@ -335,7 +383,12 @@ class Schedule:
         self._follow(kind)
         self.walls.append(took)
         number, seconds = len(self.walls), sum(self.walls)
-        if (
+        if self.pace is not None:
+            is_long = self.pace >= LONG_STEP_SECONDS
+            least = 2 if is_long else max(MIN_CLEAN, self._fitting(CLEAN_STEPS >> self.others, CLEAN_SECONDS))
+            if number >= least:
+                self._enter("profiled" if is_long else "profiler start", now)
+        elif (
             number >= max(MIN_CLEAN, CLEAN_STEPS >> self.others)
             or (number >= MIN_CLEAN and seconds >= CLEAN_SECONDS)
             or (number >= 2 and seconds >= LONG_STEP_SECONDS * number)
@@ -411,7 +464,14 @@ class Session:
         completed: Callable[[], object] = lambda: None,
     ) -> None:
         self.guard = Guard(lambda error: self._give_up(_error_text(error)))
-        self.schedule = Schedule(compares_steps=traces)
+        self.team: Team | None = None
+        """The ranks of the job; None for a process on its own."""
+        self.injector: FaultInjector | None = None
+        self._timeline: RankTimeline | None = None
+        """Of all profiled steps, in a job of several ranks."""
+        self._first_profiled = 0
+        """The number of steps before the profiler was started."""
+        self.schedule = Schedule(compares_steps=traces, agree=self._agree)
         self.loaders = LoaderStarts(self.guard)
         """What data loaders do at the ends of epochs, while it is watched."""
         self.steps: StepDetector | None = None
@@ -506,12 +566,21 @@ class Session:
         self._steps_before_training += self.schedule.steps
         self._wait_ends = None
         self.abandon()
-        self.schedule, self._recorded, self._traced = Schedule(compares_steps=self._traces), None, None
+        self.schedule, self._recorded, self._traced = self._new_schedule(), None, None
         self._first_live = None
         self._deferred_left, self._deferred, self._thread = 0, [], None
         self._watch.forget()
         self._warm_graphs = self._compiler = None
         self._say(words)
+
+    def _new_schedule(self) -> Schedule:
+        return Schedule(compares_steps=self._traces, agree=self._agree)
+
+    def _agree(self, steps: int, step_s: float) -> tuple[int, float | None] | None:
+        """See `Schedule.agree`."""
+        if self.team is None:
+            self.team = Team.join()
+        return (steps, None) if self.team is None else self.team.agree(steps, step_s)
 
     def step_ends(self, kind: StepKind | None = None, *, between: Callable[[], object] | None = None) -> None:
         """Ends a step. `between` runs before the next one begins, and belongs to no step.
@@ -521,6 +590,8 @@ class Session:
         with self.guard.own_time():
             self.loaders.steps += 1
             self._step_ends(kind, between)
+        if self.injector is not None:  # as if it were code of the program
+            self.injector.step_begins()
 
     def _step_ends(self, kind: StepKind | None, between: Callable[[], object] | None) -> None:
         self.last_end = self.guard.program_time()
@@ -646,6 +717,7 @@ class Session:
             collections=self._collections,
             rank=rank,
             world_size=world_size,
+            timeline=self._timeline,
         )
 
     def missing_reason(self, source: str) -> str:
@@ -815,7 +887,7 @@ class Session:
             return False
         self._watch.end()
         try:
-            recorded = profiler.stop(walls)
+            recorded = profiler.stop(walls, partial(self._read_timeline, preempted=profiler.preempted))
         except UsageError:
             self._give_up(
                 "torch's profiler shows no op of the step with its shapes. A step that is compiled as a whole has none "
@@ -839,6 +911,11 @@ class Session:
             self._compiler = dataclasses.replace(self._compiler, breaks=graph_breaks_in(recorded.compiled_regions))
         return True
 
+    def _read_timeline(self, file: Path, preempted: Mapping[int, float]) -> None:
+        if self.team is not None:
+            with suppress(Exception):  # the step is worth a profile without it
+                self._timeline = read_timeline(file, self.team, self._first_profiled, preempted)
+
     def _set_trace(self, traced: Trace) -> None:
         self._traced = dataclasses.replace(traced, steps_since=self.schedule.steps - self._profiled_step)
 
@@ -856,6 +933,7 @@ class Session:
                 self._profiler.next_step()
             elif not _profiler_runs():
                 self._profiler = Profiler()
+                self._first_profiled = self.schedule.steps
             self._step_start = self.guard.program_time()
         elif phase == "traced next" and self._first_live is not None:
             with suppress(Exception):

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nearpeak._stage_times import stage
 from nearpeak.devices.backends import gpu_in_use, gpu_visible, profiler_activities
+from nearpeak.devices.host_load import thread_run_delay
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
@@ -54,6 +55,9 @@ class Profiler:
         self._markers = MarkerPlanter()
         self.number = -1
         """Of the step that began last."""
+        self.preempted: dict[int, float] = {}
+        """Seconds in which other work had the processor of this thread, by step; empty if they are not counted."""
+        self._waited_before: float | None = None
         self._step = ExitStack()
         self._thread = OwnThread()
         self._at_thread_end = threading.local()
@@ -84,9 +88,14 @@ class Profiler:
         self._markers.plant(self.number)
         with _disable_current_modes():  # a range is an operator, which a mode of the program's would see
             self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
+        self._waited_before = thread_run_delay()
 
     def end_step(self) -> None:
         """Ends the step. What runs until `next_step` belongs to no step."""
+        waited, before = thread_run_delay(), self._waited_before
+        if waited is not None and before is not None:
+            self.preempted[self.number] = waited - before
+        self._waited_before = None
         with _disable_current_modes():
             self._step.close()
 
@@ -95,8 +104,11 @@ class Profiler:
         with no_warnings():
             self._stop()
 
-    def stop(self, among: Collection[int] = ()) -> KinetoTrace:
-        """Stops, and reads the median one of these steps; the last step if none are given or no kernel ran."""
+    def stop(self, among: Collection[int] = (), also: Callable[[Path], object] = lambda file: None) -> KinetoTrace:
+        """Stops, and reads the median one of these steps; the last step if none are given or no kernel ran.
+
+        `also` is called with the file of all steps.
+        """
         with no_warnings(), _disable_current_modes(), tempfile.TemporaryDirectory() as folder:
             if self._thread:
                 self.end_step()
@@ -106,6 +118,7 @@ class Profiler:
                 self._stop()
                 self._profiler.export_chrome_trace(str(file))
             with stage("profiler: read its trace"):
+                also(file)
                 return read_trace(file, among=among, markers=self._markers.planted)
 
     def _stop(self) -> None:

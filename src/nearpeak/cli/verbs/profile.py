@@ -69,6 +69,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", type=float, metavar="SECONDS", help="end the script when no step ended for so long (never)"
     )
+    parser.add_argument(
+        "--inject", metavar="FAULT", help="a fault in one rank of a job, to see it found: rank=2,delay=5ms"
+    )
     parser.add_argument("--on", metavar="NAME", help="a machine of the catalogue (this one, or the trace's)")
     parser.add_argument("--ceilings", choices=("achievable", "theoretical"), default="achievable")
     add_results(parser)
@@ -138,6 +141,8 @@ def _run_script(arguments: argparse.Namespace) -> int:
         calibration = start_gpu_calibration(narrate) if _script_exists(arguments) and arguments.on is None else None
         if calibration is not None:
             stack.callback(calibration.kill)
+        from nearpeak.profiling.inject import read_fault
+        from nearpeak.profiling.job import launched_rank
         from nearpeak.profiling.script import profile_script
         from nearpeak.render import text as _text  # noqa: F401  # while modules are found where they are
         from nearpeak.render.views import profile as _view  # noqa: F401
@@ -146,6 +151,8 @@ def _run_script(arguments: argparse.Namespace) -> int:
         stack.pop_all()  # `profile_script` waits for it
 
     module, *script_arguments = arguments.module or [None, *arguments.arguments]
+    fault = None if arguments.inject is None else read_fault(arguments.inject)
+    is_first = launched_rank()[0] == 0
     files = ResultFiles(arguments, keep=True)
 
     def goes_on(profile: Profile) -> None:
@@ -179,15 +186,18 @@ def _run_script(arguments: argparse.Namespace) -> int:
             ceilings=arguments.ceilings,
             stop=arguments.stop,
             wait_s=arguments.wait,
-            progress=narrate,
-            captured=files.write,
-            goes_on=goes_on,
+            progress=narrate if is_first else None,
+            captured=files.write if is_first else lambda profile, is_final: None,
+            goes_on=goes_on if is_first else lambda profile: None,
             abort=abort,
             ends_process=arguments.ends_process,
+            inject=fault,
             calibration=calibration,
         )
         with suppress(Exception):  # the script may have closed it
             sys.stdout.flush()
+        if ran.profile is not None and not is_first:  # rank 0 reports for all
+            return ran.exit_code
         return _show_run(ran, arguments, files, script_arguments)
 
 

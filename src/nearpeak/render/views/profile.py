@@ -35,6 +35,7 @@ from nearpeak.render.document import (
     Time,
 )
 from nearpeak.render.text import elide, elide_start, plain, short_name
+from nearpeak.render.views.job import job_sections
 from nearpeak.render.views.verdict import clock_sentence, sentences
 from nearpeak.units import GIB, gibibytes, percent, quantity, seconds, significant
 
@@ -191,6 +192,8 @@ def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions
     )
     yield Section(id="verdict", blocks=(Facts(facts=verdict, width=LABEL),))
     yield Section(id="waterfall", blocks=(_waterfall(profile),))
+    if profile.job is not None:
+        yield from job_sections(profile.job, full=True)
     idle = _idle(profile, options.most_causes)
     if idle.rows:
         yield Section(id="idle", title="Idle time", blocks=(idle,), is_folded=True)

@@ -14,6 +14,7 @@ from nearpeak.profiles.profile import Profile
 from nearpeak.profiles.waterfall import PartName
 from nearpeak.render.document import Block, Document, Fact, Facts, Items, Paragraph, Section, Table
 from nearpeak.render.text import WIDTH, elide_start, plain, text
+from nearpeak.render.views.job import job_sections
 from nearpeak.render.views.profile import (
     LABEL,
     ReportOptions,
@@ -68,6 +69,8 @@ def _parts(profile: Profile, findings: Sequence[Finding], options: ReportOptions
     )
     yield Section(id="verdict", blocks=(Facts(facts=facts, width=LABEL),))
     yield Section(id="waterfall", blocks=(_bars(profile),))
+    if profile.job is not None:
+        yield from job_sections(profile.job, full=False)
     if "findings" in options.sections:
         yield from findings_sections(profile, findings, options.most_findings)
     elif (first := _first_findings(profile, findings, remedy_lines)).items:
