@@ -14,7 +14,10 @@ from real_runs import real  # type: ignore[import-not-found]
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pytest_plugin"))
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "profiles"))
+
 from figures import FINDING, timing  # type: ignore[import-not-found]
+from made_jobs import made_ranks  # type: ignore[import-not-found]
 
 import nearpeak
 from nearpeak import plan
@@ -26,6 +29,7 @@ from nearpeak.machines.machine import Ceiling
 from nearpeak.measure.timing import Comparison, Sweep
 from nearpeak.plan.training.fit import FitPlan, Remedy
 from nearpeak.plan.validation.errors import ComparedRow, Validation, summarize_errors
+from nearpeak.profiles.job_analysis import analyze_job
 from nearpeak.render.results import VIEWS, document_of
 
 
@@ -152,6 +156,7 @@ MADE = {
     "Estimate": (lambda: estimate([product(), addition()]), "<Estimate of 2 ops on toy: as written 2.00 ms, fused "),
     "Profile": (lambda: real("vit_second"), "<Profile of train.py on NVIDIA H200: 50.4 ms a step, ideal 0 s>"),
     "Finding": (lambda: FINDING, "<unfused-norm at model.py:41: saves 800 ms, 8.0 %>"),
+    "JobProfile": (lambda: analyze_job(made_ranks(), 3), "<Job of 3 ranks: 14.0 ms a step>"),
     "Difference": (
         lambda: difference(real("vit_first"), real("vit_second")),
         "<Difference of train.py and train.py: same, 51.1 ms -> 50.4 ms a step, -1.4 %>",

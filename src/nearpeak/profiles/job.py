@@ -1,4 +1,4 @@
-"""`Job`: the ranks of one job side by side, its collectives, which rank is late and why, and what that costs."""
+"""`JobProfile`: the ranks of one job side by side, its collectives, which rank is late and why, and what that costs."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class WhatIf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job(_display.Result):
+class JobProfile(_display.Result):
     """One job of several ranks."""
 
     world_size: Count

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from nearpeak.profiles.job import Job, JobCollective, LateCause, LateRank, Pattern, RankParts, RankReport
+from nearpeak.profiles.job import JobCollective, JobProfile, LateCause, LateRank, Pattern, RankParts, RankReport
 from nearpeak.profiles.job_replay import replay_job
 from nearpeak.profiles.rank_joins import JobTimelines, Join, join_timelines
 from nearpeak.profiles.rank_timeline import ACTIVITIES, Activity, RankStep
@@ -34,7 +34,7 @@ LOWER_CLOCK = 0.97
 MORE_WORK = 1.02
 
 
-def analyze_job(reports: Sequence[RankReport], world_size: int, *, notes: Sequence[str] = ()) -> Job:
+def analyze_job(reports: Sequence[RankReport], world_size: int, *, notes: Sequence[str] = ()) -> JobProfile:
     """The job of these ranks."""
     reports = sorted(reports, key=lambda report: report.timeline.rank)
     joined = join_timelines(report.timeline for report in reports)
@@ -59,7 +59,7 @@ def analyze_job(reports: Sequence[RankReport], world_size: int, *, notes: Sequen
     if replay.note:
         said.append(replay.note)
     ranks = tuple(_rank_parts(report, steps[report.timeline.rank], lateness) for report in reports)
-    return Job(
+    return JobProfile(
         world_size=max(world_size, len(reports)),
         ranks=ranks,
         missing=tuple(sorted(set(range(world_size)) - {parts.rank for parts in ranks})),

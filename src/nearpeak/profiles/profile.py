@@ -23,7 +23,7 @@ from nearpeak.profiles.excerpt import SourceExcerpt
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.grade import Grade
 from nearpeak.profiles.idle import Gap, IdleCause, IdleTime
-from nearpeak.profiles.job import Job
+from nearpeak.profiles.job import JobProfile
 from nearpeak.profiles.memory import PeakMemory
 from nearpeak.profiles.rates import StepRates
 from nearpeak.profiles.waterfall import Interval, Waterfall, build_waterfall, covered_seconds, exclusive_seconds
@@ -213,7 +213,7 @@ class Profile(_display.Result):
     """The rank of the process in its torch.distributed group; None for a run on its own."""
     world_size: Count | None = None
     """The number of ranks in that group."""
-    job: Job | None = None
+    job: JobProfile | None = None
     """All ranks of the job, on rank 0 of several; None for a run on its own."""
     completeness: Completeness | None = None
     """What the recording of the step is known to lack; None if it was not checked."""

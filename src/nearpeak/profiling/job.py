@@ -20,7 +20,7 @@ import torch
 
 from nearpeak._records import from_json, to_json
 from nearpeak.errors import UsageError
-from nearpeak.profiles.job import Job, RankReport
+from nearpeak.profiles.job import JobProfile, RankReport
 from nearpeak.profiles.job_analysis import analyze_job
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiles.rank_timeline import RankTimeline
@@ -102,7 +102,7 @@ class Team:
             time.sleep(_POLL_S)
         return list(reports.values())
 
-    def job(self, own: RankReport, timeout_s: float = COLLECT_SECONDS) -> Job:
+    def job(self, own: RankReport, timeout_s: float = COLLECT_SECONDS) -> JobProfile:
         """The job, on rank 0."""
         reports = self.collect(own, timeout_s)
         missing = sorted(set(range(self.world_size)) - {report.timeline.rank for report in reports})

@@ -27,7 +27,7 @@ VIEWS: Mapping[tuple[str, str], tuple[str, str]] = {
     ("bound.estimate", "Estimate"): ("estimate", "document"),
     ("profiles.profile", "Profile"): ("profile", "document"),
     ("profiles.finding", "Finding"): ("finding", "document"),
-    ("profiles.job", "Job"): ("job", "document"),
+    ("profiles.job", "JobProfile"): ("job", "document"),
     ("diffs.difference", "Difference"): ("difference", "document"),
     ("fixes.record", "FixReport"): ("fix", "document"),
     ("plan.models.model", "Model"): ("plan.catalogue", "model_document"),

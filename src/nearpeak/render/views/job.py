@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nearpeak.profiles.job import Job, JobCollective, RankParts
+from nearpeak.profiles.job import JobCollective, JobProfile, RankParts
 from nearpeak.profiles.rank_timeline import ACTIVITIES
 from nearpeak.render.document import Block, Cell, Document, Items, Paragraph, Section, Table, Time
 from nearpeak.units import percent, quantity
@@ -15,7 +15,7 @@ MOST_RANKS = 16
 MOST_COLLECTIVES = 12
 
 
-def document(job: Job) -> Document:
+def document(job: JobProfile) -> Document:
     """The whole job."""
     return Document(
         title=f"Job of {job.world_size} ranks",
@@ -24,7 +24,7 @@ def document(job: Job) -> Document:
     )
 
 
-def job_sections(job: Job, *, full: bool) -> Iterator[Section]:
+def job_sections(job: JobProfile, *, full: bool) -> Iterator[Section]:
     """The sections of a report about a job; not `full`, those of one screen."""
     yield Section(id="job", title="Ranks", blocks=tuple(_summary(job)))
     yield Section(id="ranks", title="Ranks side by side", blocks=(_ranks(job),))
@@ -39,7 +39,7 @@ def job_sections(job: Job, *, full: bool) -> Iterator[Section]:
         yield Section(id="rank-spread", title="Own time of ranks over steps", blocks=(spread,), is_folded=True)
 
 
-def job_sentences(job: Job) -> list[str]:
+def job_sentences(job: JobProfile) -> list[str]:
     """Who is late, or that nobody is; what each cause costs; what is missing."""
     said = [late.text for late in job.late]
     if not said and job.steps >= 2 and job.collectives:
@@ -57,12 +57,12 @@ def job_sentences(job: Job) -> list[str]:
     return said
 
 
-def _summary(job: Job) -> Iterator[Block]:
+def _summary(job: JobProfile) -> Iterator[Block]:
     yield Paragraph(text=f"Job: {job.world_size} ranks, {job.steps} steps of {seconds_text(job.step_s)} recorded.")
     yield Items(items=tuple(job_sentences(job)), marker="- ")
 
 
-def _shown(job: Job) -> list[RankParts]:
+def _shown(job: JobProfile) -> list[RankParts]:
     """All ranks, or of many those that wait least for others, and rank 0."""
     if len(job.ranks) <= MOST_RANKS:
         return list(job.ranks)
@@ -71,7 +71,7 @@ def _shown(job: Job) -> list[RankParts]:
     return sorted(ordered[:MOST_RANKS], key=lambda parts: parts.rank)
 
 
-def _ranks(job: Job) -> Table:
+def _ranks(job: JobProfile) -> Table:
     shown = _shown(job)
     used = [place for place in range(len(ACTIVITIES)) if any(parts.seconds[place] > 0.0 for parts in shown)]
     short = {"garbage collection": "garbage", "communication": "comm."}
@@ -97,7 +97,7 @@ def _ranks(job: Job) -> Table:
     ).without_empty_columns(1)
 
 
-def _waterfalls(job: Job) -> Table:
+def _waterfalls(job: JobProfile) -> Table:
     shown = [parts for parts in _shown(job) if parts.waterfall is not None]
     names = [part.name for part in shown[0].waterfall.parts] if shown[0].waterfall is not None else []
     return Table(
@@ -114,7 +114,7 @@ def _waterfalls(job: Job) -> Table:
     )
 
 
-def _collectives(job: Job) -> Table:
+def _collectives(job: JobProfile) -> Table:
     def bandwidth(row: JobCollective) -> str:
         return "-" if row.bus_bandwidth is None else f"{row.bus_bandwidth / 1e9:.3g} GB/s"
 
@@ -137,7 +137,7 @@ def _collectives(job: Job) -> Table:
     )
 
 
-def _spread(job: Job) -> Table:
+def _spread(job: JobProfile) -> Table:
     """The own time of each rank over the steps: least, quartiles, most."""
     rows: list[tuple[Cell, ...]] = []
     for parts in _shown(job):

@@ -1,0 +1,124 @@
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from made_jobs import TRANSFER_S, made_ranks  # type: ignore[import-not-found]
+
+from nearpeak._records import from_json, to_json
+from nearpeak.profiles.job import RankReport
+from nearpeak.profiles.job_analysis import analyze_job
+from nearpeak.profiles.rank_timeline import OpTotal
+from nearpeak.render.text import text
+from nearpeak.render.views.job import document
+
+
+def late_rank(activity, seconds=3e-3, rank=1, when=lambda step: True):
+    def own(each, step):
+        return {activity: seconds + (1e-3 if activity == "python" else 0.0)} if each == rank and when(step) else {}
+
+    return own
+
+
+@pytest.mark.parametrize("activity", ["input", "garbage collection", "python"])
+def test_a_late_rank_is_named_with_its_cause(activity):
+    job = analyze_job(made_ranks(own=late_rank(activity), jitter=1e-4), 3)
+    (late,) = job.late
+    assert (late.rank, late.cause, late.pattern) == (1, activity, "always")
+    assert late.late_s == pytest.approx(3e-3, rel=0.3)
+
+
+def test_a_rank_that_runs_more_ops_does_more_work():
+    def ops(rank, step):
+        return {"aten::mm": OpTotal(count=8 if rank == 1 else 4, seconds=0.022 if rank == 1 else 0.011, elements=0.0)}
+
+    (late,) = analyze_job(made_ranks(own=late_rank("ops", 20e-3), ops=ops), 3).late
+    assert (late.rank, late.cause) == (1, "more work") and "mm" in late.evidence
+
+
+def test_the_same_ops_that_take_longer_are_slower_kernels_or_a_lower_clock():
+    reports = made_ranks(own=late_rank("ops", 14e-3))
+    assert analyze_job(reports, 3).late[0].cause == "slower kernels"
+    clocked = [
+        replace(report, timeline=replace(report.timeline, clock_hz=1.41e9 if report.timeline.rank == 1 else 1.755e9))
+        for report in reports
+    ]
+    (late,) = analyze_job(clocked, 3).late
+    assert late.cause == "lower clock" and "1,410 MHz, 1,755 MHz on the others" in late.evidence
+
+
+def test_no_rank_is_accused_of_scatter():
+    assert analyze_job(made_ranks(jitter=8e-4), 3).late == ()
+
+
+def test_time_that_other_work_took_is_no_fault():
+    reports = made_ranks(own=late_rank("python"), preempted=lambda rank, step: 3e-3 if rank == 1 else 0.0)
+    assert analyze_job(reports, 3).late == ()
+
+
+def test_half_of_two_causes_cannot_be_told():
+    def own(rank, step):
+        return {"input": 2e-3, "python": 3e-3, "garbage collection": 2e-3} if rank == 1 else {}
+
+    (late,) = analyze_job(made_ranks(own=own), 3).late
+    assert (late.rank, late.cause) == (1, "cannot tell")
+
+
+def test_bursts_are_told_from_a_rank_that_is_always_late():
+    (late,) = analyze_job(made_ranks(own=late_rank("input", 5e-3, when=lambda step: step % 3 == 0)), 3).late
+    assert (late.pattern, late.late_steps) == ("bursts", 4)
+
+
+def test_ranks_that_are_late_in_turn():
+    def own(rank, step):
+        return {"input": 5e-3} if step % 3 == rank else {}
+
+    (late,) = analyze_job(made_ranks(own=own), 3).late
+    assert (late.rank, late.pattern, late.cause) == (None, "rotates", "input")
+
+
+def test_a_collective_is_arrival_wait_transfer_and_tail():
+    job = analyze_job(made_ranks(own=late_rank("input", 3e-3)), 3)
+    (row,) = job.collectives
+    assert row.wait_s == pytest.approx(2e-3, rel=1e-3)  # the mean of 3, 0 and 3 ms
+    assert row.transfer_s == pytest.approx(TRANSFER_S, rel=1e-3)
+    assert (row.last_rank, row.last_share) == (1, 1.0)
+    assert row.bus_bandwidth == pytest.approx(4 / 3 * 4e6 / TRANSFER_S, rel=1e-3)
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 2e-3, 4e-3, 8e-3, 16e-3])
+@pytest.mark.parametrize("activity", ["input", "python"])
+def test_the_step_without_a_cause_is_that_of_a_run_without_it(activity, seconds):
+    healthy = analyze_job(made_ranks(jitter=1e-4), 3)
+    job = analyze_job(made_ranks(own=late_rank(activity, seconds), jitter=1e-4), 3)
+    assert job.replayed_s == pytest.approx(job.step_s, rel=0.02)
+    assert job.what_ifs[0].what.startswith("rank 1's")
+    assert job.what_ifs[0].step_s == pytest.approx(healthy.step_s, rel=0.05)
+
+
+def test_clocks_of_machines_are_aligned_by_the_ends_of_collectives():
+    reports = made_ranks(own=late_rank("input"), host=lambda rank: f"host{rank}")
+    shifted = [
+        replace(report, timeline=replace(report.timeline, origin_s=100.0 * report.timeline.rank)) for report in reports
+    ]
+    (late,) = analyze_job(shifted, 3).late
+    assert (late.rank, late.cause) == (1, "input")
+
+
+def test_without_numbers_collectives_are_matched_by_order():
+    job = analyze_job(made_ranks(own=late_rank("input"), numbered=False), 3)
+    assert job.matched == 1.0 and job.late[0].rank == 1
+
+
+def test_missing_ranks_are_named():
+    job = analyze_job(made_ranks()[:2], 4)
+    assert job.missing == (2, 3)
+    assert "Missing: ranks 2, 3 of 4." in text(document(job))
+
+
+def test_a_report_is_json_and_back():
+    (report, *_) = made_ranks(count=1, steps=2)
+    assert from_json(RankReport, to_json(report)) == report
