@@ -141,6 +141,10 @@ class _Maker:
     def empty(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=self.dtype, device=self.device)
 
+    def _link_bytes(self, size: int) -> float:
+        """What a link carries; nothing where there is one rank, whatever the factor is."""
+        return size * bus_factor(self.case.op, len(self.ranks)) if len(self.ranks) > 1 else 0.0
+
     def operation(
         self,
         count: int,
@@ -154,7 +158,7 @@ class _Maker:
         size = count * self.dtype.itemsize
         return Operation(
             bytes=size,
-            wire_bytes=size * bus_factor(self.case.op, len(self.ranks)) if wire_bytes is None else wire_bytes,
+            wire_bytes=self._link_bytes(size) if wire_bytes is None else wire_bytes,
             call=call,
             reset=reset,
             wrong_elements=wrong_elements,

@@ -38,7 +38,7 @@ LARGEST_DIFFERENCE = 1e9
 """Of a result that is not finite."""
 FORWARD_SHARE = 1 / 3
 """Of the computation of a step: the backward pass has two products for each of the forward's."""
-OPTIONS = Options(precision=0.03, max_seconds=1.0)
+OPTIONS = Options(precision=0.03, max_seconds=2.0)
 
 Cost = Callable[[str, float], float | None]
 """Fitted seconds of a collective of so many bytes over all ranks; None without a fit."""
@@ -81,6 +81,7 @@ class Pattern:
 @preserve_process_state()
 def run_patterns(clock: Clock, fits: Sequence[CurveFit], say: Progress) -> tuple[PatternTiming, ...]:
     """All patterns, the same on all ranks."""
+    torch.set_float32_matmul_precision("high")  # on a GPU float32 without tensor cores would hide everything
     return tuple(_run(clock, build, fits, say) for build in PATTERNS)
 
 
@@ -118,11 +119,9 @@ def _run(
     if any(problems) or pattern is None:
         rank = next(rank for rank, text in enumerate(problems) if text)
         raise EnvironmentProblem(f"The pattern {name} failed on rank {rank} and not on all: {problems[rank]}")
-    times = {
-        part: clock.series(f"pattern {name}, {part}", call, pattern.before, OPTIONS)
-        for part, call in (("step", pattern.step), ("compute", pattern.compute), ("comm", pattern.communicate))
-    }
-    middle = {part: median(series.times.slowest) for part, series in times.items()}
+    parts = {"step": pattern.step, "compute": pattern.compute, "comm": pattern.communicate}
+    times = clock.in_turns(f"pattern {name}", parts, pattern.before, OPTIONS)
+    middle = {part: median(series) for part, series in times.items()}
     difference = max(world.gather(difference))
     made = pattern
 
@@ -138,7 +137,7 @@ def _run(
             predicted_communication_s=None if predicted is None else predicted[1],
             difference=difference,
             tolerance=TOLERANCE,
-            steps=len(times["step"].times.slowest),
+            steps=len(times["step"]),
         )
 
     return world.decide(timing)
@@ -196,11 +195,9 @@ def data_parallel(world: World, sizes: Sizes) -> Pattern:
     wanted = _gradients_of_one_rank(model, world, sizes)
     layer_bytes = sizes.hidden**2 * 4
     parallel = DistributedDataParallel(model, bucket_cap_mb=layer_bytes / 2**20)
-    buckets: list[int] = []
+    buckets: list[int] = []  # elements, in the order in which they become ready
 
     def hook(state: Any, bucket: Any) -> Any:
-        if bucket.index() == 0:
-            buckets.clear()
         buckets.append(bucket.buffer().numel())
         return allreduce_hook(state, bucket)
 
@@ -211,6 +208,7 @@ def data_parallel(world: World, sizes: Sizes) -> Pattern:
     buffer = torch.zeros(sizes.layers * sizes.hidden**2, device=world.device)
 
     def step() -> None:
+        buckets.clear()
         _loss(parallel(batch)).backward()
 
     def compute() -> None:
@@ -232,12 +230,12 @@ def data_parallel(world: World, sizes: Sizes) -> Pattern:
             end = max(end, ready) + each
         return max(end, compute_s), sum(known)
 
-    step()  # buckets are arranged anew after the first
-    count = len(buckets)
+    for _ in range(2):  # buckets are arranged anew after the first
+        step()
     return Pattern(
         name="data parallel",
         what=f"DDP over {sizes.layers} layers of {sizes.hidden} x {sizes.hidden}, {sizes.rows} rows on each rank; "
-        f"{count} buckets of about {quantity(layer_bytes, 'B')}, one all-reduce each",
+        f"all-reduces of {', '.join(quantity(4 * count, 'B') for count in buckets)}",
         step=step,
         compute=compute,
         communicate=communicate,

@@ -70,8 +70,8 @@ class CommPoint:
 
     @property
     def algorithm_bandwidth(self) -> float | None:
-        """Bytes over time; None without bytes."""
-        return self.bytes / self.seconds if self.bytes and self.seconds else None
+        """Bytes over time; None without bytes, and for one rank, which has nobody to send them to."""
+        return self.bytes / self.seconds if self.bytes and self.seconds and self.ranks > 1 else None
 
     @property
     def bus_bandwidth(self) -> float | None:
@@ -173,10 +173,10 @@ class CommRun(_display.Result):
 
 
 def fit_points(points: Sequence[CommPoint]) -> tuple[CurveFit, ...]:
-    """The regimes of every curve among the points."""
+    """The regimes of every curve of more than one rank among the points."""
     curves: dict[tuple[str, str, str, bool], list[CommPoint]] = {}
     for point in points:
-        if point.bytes and point.seconds:
+        if point.bytes and point.seconds and point.ranks > 1:
             curves.setdefault(point.curve, []).append(point)
     return tuple(_fit(curve) for curve in curves.values())
 

@@ -17,7 +17,7 @@ import itertools
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,8 @@ BLOCK_S = 0.02
 """Seconds of calls between two exchanges of times."""
 MOST_CALLS_AT_ONCE = 32
 SPIN_S = 300e-6
-"""Time on the GPU in which the host enqueues a barrier and a call."""
+"""Time on the GPU in which the host enqueues a barrier and a call; longer from then on where it was too short."""
+LONGEST_SPIN_S = 10e-3
 HOST_CALLS = 7
 SKEW_SHARE = 0.25
 """Of a call's time: a larger skew is worth a note."""
@@ -99,6 +100,7 @@ class Clock:
         self.world = world
         self.gpu: GpuInstrument | None = current_gpu() if world.device.type != "cpu" else None
         self._token = torch.zeros(1, device=world.device)
+        self._spin_s = SPIN_S
         self.method = (
             "the host's clock around each call, after a barrier"
             if self.gpu is None
@@ -139,12 +141,14 @@ class Clock:
         assert self.gpu is not None
         first, last = self.gpu.events(2)
         before()
-        self.gpu.spin(SPIN_S)
+        self.gpu.spin(self._spin_s)
         distributed.all_reduce(self._token)
         first.record()
         call()
         last.record()
         was_hidden = not first.query()
+        if not was_hidden:
+            self._spin_s = min(2 * self._spin_s, LONGEST_SPIN_S)
         self.gpu.synchronize()
         return float(first.elapsed_time(last)) * 1e-3, was_hidden
 
@@ -184,6 +188,21 @@ class Clock:
             if state != "continue":
                 times = Times(by_rank=by_rank, launches_hidden=tuple(hidden))
                 return Series(times=times, converged=state == "narrow")
+
+    def in_turns(
+        self, what: str, calls: Mapping[str, Callable[[], object]], before: Callable[[], object], options: Options
+    ) -> dict[str, list[float]]:
+        """The slowest rank's times of several calls that take turns, so that a drift affects all alike."""
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for name, call in calls.items():
+            self.calls(f"{what}, {name}", call, before, WARMUP_CALLS)
+        started = time.perf_counter()
+        while True:
+            for name, call in calls.items():
+                times[name] += self.calls(f"{what}, {name}", call, before, 1).slowest
+            first, elapsed = next(iter(times.values())), time.perf_counter() - started
+            if self.world.decide(lambda: _state(first, elapsed, options)) != "continue":  # noqa: B023  # called at once
+                return times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -220,8 +220,8 @@ def _for_real(context: Context) -> Iterator[Part]:
         f" large, and a copy of {quantity(SIZE, 'B')} to new memory is timed; the collectives of as many bytes are"
         " predicted from these three: messages one after the other times the small one, bytes at the rate of the"
         " large one, and the copies that torch makes. gloo sends each half of an all-reduce in two segments: four"
-        " messages. Of an all-gather torch copies the result; a reduce-scatter gloo does not have: it is an all-"
-        " reduce of a copy, of which a rank keeps its part. Both ranks may copy at once where cores are free, and"
+        " messages. Of an all-gather torch copies the result; a reduce-scatter gloo does not have: it is an"
+        " all-reduce of a copy, of which a rank keeps its part. Both ranks may copy at once where cores are free, and"
         " sums come on top, so the band is wide."
     )
     if not context.measures:

@@ -88,6 +88,8 @@ def _regimes(run: CommRun) -> Table:
     for fit in run.fits:
         factor = _wire_share(run, fit)
         link = run.link_of(fit.group)
+        if link is not None and link.kind == "measured":
+            link = None  # the most that was reached, which the bandwidth of a regime is beyond
         for number, regime in enumerate(fit.regimes):
             bandwidth = None if regime.bandwidth is None or not factor else factor * regime.bandwidth
             share = bandwidth / link.bandwidth if bandwidth is not None and link is not None else None
@@ -198,7 +200,9 @@ def _patterns(patterns: Sequence[PatternTiming]) -> Iterator[Block]:
         items=tuple(
             f"{pattern.name}: {pattern.problem}"
             if pattern.problem
-            else f"{pattern.name}: {pattern.what}. Largest difference from one rank: {pattern.difference:.1e}."
+            else f"{pattern.name}: {pattern.what}. Its collectives alone: {seconds(pattern.communication_s)} measured, "
+            f"{seconds(pattern.predicted_communication_s)} predicted. Largest difference from one rank: "
+            f"{pattern.difference:.1e}."
             for pattern in patterns
         ),
         marker="- ",
