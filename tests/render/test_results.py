@@ -168,7 +168,7 @@ MADE = {
         "<Collective all_reduce of 1.07 GB over 8 GPUs: ",
     ),
     "MemoryPlan": (lambda: plan.memory_plan(job()), "<MemoryPlan of llama-3-8b: "),
-    "FitPlan": (fit_plan, "<FitPlan of train.py:step on a GPU: 90 GB of 80 GB, does not fit: recompute 4 layers>"),
+    "FitPlan": (fit_plan, "<FitPlan of train.py:step on a GPU: 90.0 GB of 80.0 GB, does not fit: recompute 4 layers>"),
     "TrainingPlan": (lambda: plan.training_plan(job(), cluster()), "<TrainingPlan of llama-3-8b on 8 x h100-sxm: "),
     "SearchPlan": (
         lambda: plan.search_plan(plan.find_model("llama-3-8b"), cluster(), sequence=8192),
