@@ -124,7 +124,7 @@ def _ratio(row: Prediction) -> str:
 def _band(row: Prediction) -> str:
     if row.low is None:
         return "-"
-    return f"from {row.low:g} on" if row.high is None else f"{row.low:g} - {row.high:g}"
+    return f"from {row.low:.3g} on" if row.high is None else f"{row.low:.3g} - {row.high:.3g}"
 
 
 def picture(part: Plot | StackedBars | Drawing) -> str:

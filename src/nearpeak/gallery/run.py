@@ -116,7 +116,8 @@ class Context:
         """A fake tensor on `device` for a "meta" tensor, for which torch would choose other ops."""
         if tensor.device.type != "meta":
             return tensor
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
+        return fake.requires_grad_(tensor.requires_grad)
 
     def measure(self, fn: Callable[..., Any], *args: Any, **options: Any) -> float | None:
         """Measured seconds of a call; None where nothing is measured. `options` are those of `nearpeak.bench`."""

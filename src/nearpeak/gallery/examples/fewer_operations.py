@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from nearpeak.gallery.parts import Part, Plot, Prediction, StackedBars, prediction_table, prose
 from nearpeak.gallery.run import Context
@@ -58,14 +59,16 @@ def strassen(a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([top, torch.cat([m2 + m4, m1 - m2 + m3 + m6], 1)])
 
 
-def stored_bias(scores: Tensor, bias: Tensor) -> Tensor:
-    """A bias for each query and key, read from memory."""
-    return scores + bias
+def stored_scores(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of attention whose weights, one for each query and key, are kept from forward to backward."""
+    weights = torch.softmax(query @ key.mT * query.shape[-1] ** -0.5, -1)
+    return torch.autograd.grad(weights @ value, (query, key, value), grad)
 
 
-def recomputed_bias(scores: Tensor, row: Tensor) -> Tensor:
-    """The same bias from one row, computed where it is added: what ALiBi and masks allow."""
-    return scores + row
+def recomputed_scores(query: Tensor, key: Tensor, value: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The same by a fused kernel, which computes the weights again in backward, block by block."""
+    result = functional.scaled_dot_product_attention(query, key, value)
+    return torch.autograd.grad(result, (query, key, value), grad)
 
 
 def stored_activation(grad: Tensor, hidden: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -171,30 +174,36 @@ def _recomputing(context: Context) -> Iterator[Part]:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, dtype=dtype, device=context.tensors)
 
-    scores = draw(tokens, tokens)
+    heads = context.pick(gpu=(4, 16, 2048, 128), cpu=(1, 4, 256, 64))
+    attended = (*(draw(*heads).requires_grad_() for _ in range(3)), draw(*heads))
     hidden, x, weight = draw(tokens, 4 * width), draw(tokens, width), draw(width, 4 * width)
-    pairs: dict[str, tuple[Callable[..., Tensor], tuple[Any, ...]]] = {
-        "bias, stored": (stored_bias, (scores, draw(tokens, tokens))),
-        "bias, recomputed": (recomputed_bias, (scores, draw(1, tokens))),
+    pairs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+        "weights of attention, stored": (stored_scores, attended),
+        "weights of attention, recomputed": (recomputed_scores, attended),
         "input of GELU, stored": (stored_activation, (hidden, hidden, x, weight)),
         "input of GELU, recomputed": (recomputed_activation, (hidden, hidden, x, weight)),
     }
-    rows = {name: context.row(name, fn, *args) for name, (fn, args) in pairs.items()}
+    band = (0.7, 1.4) if context.gpu else None
+    rows = {name: context.row(name, fn, *args, band=band) for name, (fn, args) in pairs.items()}
+    size = quantity(heads[0] * heads[1] * heads[2] ** 2 * dtype.itemsize, "B")
     yield from prose(
-        f"Recomputing. A bias of {tokens} x {tokens} that follows from one row is either read from memory or computed"
-        f" where it is added. The input of a GELU, {tokens} x {4 * width}, is either kept for the backward pass or"
-        f" computed again by a product with {width} x {4 * width}."
+        f"Recomputing. The weights of attention, {heads[0]} x {heads[1]} heads of {heads[2]} x {heads[2]}, are either"
+        f" kept for the backward pass, {size}, or computed again from queries and keys, block by block. The input of a"
+        f" GELU, {tokens} x {4 * width}, is either kept for the backward pass or computed again by a product with"
+        f" {width} x {4 * width}."
     )
     yield prediction_table("Stored or recomputed", list(rows.values()))
-    bias, gelu = (_gain(rows, name) for name in ("bias", "input of GELU"))
+    weights, gelu = (_gain(rows, name) for name in ("weights of attention", "input of GELU"))
     counts = {name: context.estimate(fn, *args) for name, (fn, args) in pairs.items()}
-    saved = counts["bias, stored"].bytes - counts["bias, recomputed"].bytes
+    saved = counts["weights of attention, stored"].bytes - counts["weights of attention, recomputed"].bytes
+    again = counts["weights of attention, recomputed"].flops / counts["weights of attention, stored"].flops
     added = counts["input of GELU, recomputed"].flops - counts["input of GELU, stored"].flops
     yield from prose(
-        f"The bias, recomputed, takes {significant(bias)} times as long: it saves {quantity(saved, 'B')} and adds no"
-        f" operation that memory would not hide. The input of the GELU, recomputed, takes {significant(gelu)} times as"
-        f" long: {quantity(added, 'FLOP')} more, to save {quantity(hidden.nbytes, 'B')} of memory. That may still be"
-        " right where memory is what is missing: the time is its price."
+        f"The weights, recomputed, take {significant(weights)} times as long, forward and backward, with"
+        f" {significant(again)} times the operations: {quantity(saved, 'B')} need not cross memory. The input of the"
+        f" GELU, recomputed, takes {significant(gelu)} times as long: {quantity(added, 'FLOP')} more, to save"
+        f" {quantity(hidden.nbytes, 'B')} of memory. That may still be right where memory is what is missing: the time"
+        " is its price."
     )
 
 
