@@ -79,15 +79,17 @@ def batched_seconds(step: Step, members: Collection[int]) -> float:
     return sum(min(step.seconds(group), one_op_seconds(step, group)) for group in groups.values())
 
 
-def one_op_seconds(step: Step, group: Sequence[int]) -> float:
-    """The time of a good kernel that does the work of several ops of one operator."""
+def one_op_seconds(step: Step, group: Sequence[int], *, are_added: bool = False) -> float:
+    """The time of a good kernel that does the work of several ops of one operator; with `are_added`, their results are
+    added up, and it writes one."""
     reads: list[Access] = []
     writes: list[Access] = []
     flops: dict[str, float] = {}
     for index in group:
         cost = step.costs[index]
         reads += cost.reads
-        writes += cost.writes
+        if not writes or not are_added:
+            writes += cost.writes
         for dtype, count in cost.flops.items():
             flops[dtype] = flops.get(dtype, 0.0) + count
     family = step.costs[group[0]].family

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nearpeak.findings.rules.unbatched_loop import unbatched_loop
 from nearpeak.profiles.idle import IdleCause
+from nearpeak.profiles.memory import PeakMemory
 
 ITEMS, ROWS, WIDTH = 12, 16, 32
 RULE = "unbatched-loop"
@@ -204,6 +205,27 @@ def three_terms():
 def test_loops_that_cannot_be_one_op_are_left_alone(build):
     step = examined(build, live=True, times=lambda op, expected: expected and max(expected, 3e-6))
     assert not list(unbatched_loop(step))
+
+
+@pytest.mark.parametrize(("capacity", "is_found"), [(1e9, True), (2.5e5, False)])
+def test_gradients_are_added_up_part_by_part_only_where_memory_is_short(capacity, is_found):
+    step = examined(gradients_accumulated, live=True, times=lambda op, expected: expected and max(expected, 3e-6))
+    memory = PeakMemory(
+        device="cpu",
+        capacity_bytes=capacity,
+        peak_bytes=2e5,
+        parameters_bytes=0.0,
+        gradients_bytes=0.0,
+        optimizer_bytes=0.0,
+        activations_bytes=2e5,
+    )
+    step = dataclasses.replace(step, profile=dataclasses.replace(step.profile, memory=memory))
+    wastes = list(unbatched_loop(step))
+    assert bool(wastes) == is_found
+    for waste in wastes:
+        sums = {gradient.op for gradient in step.trace.gradients if step.ops[gradient.op].packet == "aten.add_"}
+        assert sums and all(waste.gains[index] == step.time(index) for index in sums)  # none is needed
+        assert "fits in memory" in waste.remedy
 
 
 @pytest.mark.parametrize("train", [False, True])

@@ -14,6 +14,7 @@ from nearpeak.findings.experts import expert_loops
 from nearpeak.findings.host_reads import is_read, reading_loops
 from nearpeak.findings.loops import Loop, has_own_weights, one_op_seconds, parameters_of, slowest_line
 from nearpeak.findings.regions import launch_wait_seconds
+from nearpeak.findings.rules.needless_recompute import FULL
 from nearpeak.findings.step import Step
 from nearpeak.findings.what_if import gemm_op
 from nearpeak.ops.op import Op
@@ -38,6 +39,7 @@ _SUMS = (
     *("aten.index_put_", "aten.scatter_add_"),
 )
 """Operators that gather what the turns have computed, in any order: a sum, the largest."""
+_ADDITIONS = ("aten.add", "aten.add_")
 
 _LOADER_REMEDY = (
     "sampler = torch.utils.data.BatchSampler(RandomSampler(dataset), batch_size, drop_last=True)\n"
@@ -68,7 +70,7 @@ def _part_for_all(step: Step, loop: Loop) -> tuple[Loop, bool] | None:
     nothing of it can run for all turns at once."""
     if any(step.ops[index].phase == "optimizer" or step.ops[index].origin == "inductor" for index in loop.members):
         return None
-    if _alternates(loop) or _is_one_op_for_each_tensor(step, loop):  # which saves memory; or has rules of its own
+    if _saves_memory(step, loop) or _is_one_op_for_each_tensor(step, loop):  # which has rules of its own
         return None
     needing = set().union(*(_needing_others(step, run) for run in loop.runs))
     are_sums = all(step.ops[index].packet in _SUMS or step.costs[index].family == "view" for index in needing)
@@ -85,6 +87,18 @@ def _alternates(loop: Loop) -> bool:
         for run, backward in zip(loop.runs, loop.backward, strict=True)
         for back, following in zip(backward, run[1:], strict=False)
     )
+
+
+def _saves_memory(step: Step, loop: Loop) -> bool:
+    """Whether gradients are added up turn by turn, and what all turns would keep for one backward pass may not fit."""
+    if not _alternates(loop):
+        return False
+    memory = step.profile.memory
+    if memory is None or memory.capacity_bytes is None:
+        return True
+    written = {storage for index in loop.members for storage in step.flow.written_by[index]}
+    kept_bytes = sum(step.trace.storages[storage].bytes for storage in written)
+    return memory.peak_bytes + kept_bytes > FULL * memory.capacity_bytes
 
 
 def _is_one_op_for_each_tensor(step: Step, loop: Loop) -> bool:
@@ -220,8 +234,12 @@ class _Batch:
                 groups.setdefault(key, []).append(index)
         gains: dict[int, float] = {}
         gone: list[int] = []
+        added, summands = _gradient_sums(step)
         for group in groups.values():
-            left_s = _at_once_seconds(step, group)
+            if added.issuperset(group):  # one backward pass has one gradient
+                left_s = 0.0
+            else:
+                left_s = _at_once_seconds(step, group, are_added=summands.issuperset(group))
             for index in group:  # the first ops stay, as long as all of them together would take
                 stays_s = min(left_s, step.time(index))
                 left_s -= stays_s
@@ -329,8 +347,16 @@ def _is_preferred(batch: _Batch, other: _Batch) -> bool:
     return better is batch
 
 
-def _at_once_seconds(step: Step, group: Sequence[int]) -> float:
-    """The time of one op that does the work of the ops of a group, which differ in their items."""
+def _gradient_sums(step: Step) -> tuple[set[int], set[int]]:
+    """The ops that add to the gradient of a parameter, and those whose results they add."""
+    added = {gradient.op for gradient in step.trace.gradients if step.ops[gradient.op].packet in _ADDITIONS}
+    stored = {gradient.op for gradient in step.trace.gradients} - added
+    return added, stored | {producer for index in added for producer in step.flow.producers[index].values()} - added
+
+
+def _at_once_seconds(step: Step, group: Sequence[int], *, are_added: bool = False) -> float:
+    """The time of one op that does the work of the ops of a group, which differ in their items; with `are_added`, of
+    ops whose results are added up."""
     took = step.seconds(group)
     if len(group) < 2 or not took:
         return took
@@ -346,7 +372,7 @@ def _at_once_seconds(step: Step, group: Sequence[int]) -> float:
     elif family in ("convolution", "attention"):
         at_once_s = step.expected(_with_rows(step, op, len(group)))
     else:
-        at_once_s = one_op_seconds(step, group)
+        at_once_s = one_op_seconds(step, group, are_added=are_added)
     return took if at_once_s is None else min(took, slower * at_once_s)
 
 
@@ -362,7 +388,7 @@ def _one_product(step: Step, group: Sequence[int], sizes: Sequence[tuple[int, in
     elif len(left) == 1:
         n = sum(size[2] for size in sizes)
     elif op.phase == "backward" and any(
-        step.ops[reader].packet in ("aten.add", "aten.add_") for index in group for reader in step.flow.consumers[index]
+        step.ops[reader].packet in _ADDITIONS for index in group for reader in step.flow.consumers[index]
     ):
         k = sum(size[3] for size in sizes)
     else:
@@ -392,6 +418,11 @@ def _with_rows(step: Step, op: Op, times: int) -> Op:
 
 
 def _remedy(step: Step, loop: Loop, *, own_weights: bool, is_whole: bool) -> str:
+    if _alternates(loop):
+        return (
+            "loss = criterion(model(batch), targets)  # all parts at once: what backward needs of them fits in memory\n"
+            "loss.backward()  # gradients are added up part by part only where it does not"
+        )
     if not is_whole:
         return "y = f(x)  # once before the loop, with all turns as a dimension of x; in the loop, y[:, t]"
     if own_weights:
