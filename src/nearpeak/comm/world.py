@@ -137,7 +137,8 @@ def check_mesh(mesh: Sequence[int], size: int) -> None:
         places *= length
     if mesh and places != size:
         shape = "x".join(map(str, mesh))
-        raise UsageError(f"--mesh {shape} has {places} places, and the world has {size} ranks. Both must be the same.")
+        ranks = f"{size} rank{'s' if size > 1 else ''}"
+        raise UsageError(f"--mesh {shape} has {places} places, and the world has {ranks}. Both must be the same.")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ examples:
   torchrun --nproc-per-node 4 -m nearpeak comm --mesh 2x2 --bytes 64k..64m*4
   torchrun --nproc-per-node 8 -m nearpeak comm --patterns -o comm.html --json comm.json
   nearpeak comm --ranks 2        (two ranks on this machine, started by torchrun's own code)
+  nearpeak comm --from comm.json -o comm.html
 
 Ends with 1 if a result is wrong, and with 4 if a rank dies or does not come to
 a call within --timeout: the others say which call, and which ranks are missing.
@@ -22,6 +23,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nearpeak.cli.argument_types import share, values
@@ -73,6 +75,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--timeout", type=float, default=20.0, metavar="S", help="of one call, then ranks are named (20)")
     how.add_argument("--ranks", type=whole_number, metavar="N", help="start so many ranks here, without torchrun")
     output = parser.add_argument_group("results, from rank 0")
+    output.add_argument("--from", dest="saved", metavar="FILE", help="show what --json saved, and measure nothing")
     output.add_argument(
         "-o",
         "--output",
@@ -87,6 +90,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure on all ranks, and print on rank 0."""
     _check(arguments)
+    if arguments.saved is not None:
+        from nearpeak.comm.result import load_run
+
+        return _show(load_run(arguments.saved), arguments)
     if arguments.ranks is not None:
         from nearpeak.comm.world import launch
 
@@ -109,13 +116,20 @@ def run(arguments: argparse.Namespace) -> int:
         **chosen,
     )
     with join(arguments.backend, arguments.timeout) as world:
-        check_mesh(arguments.mesh, world.size)
         is_first = world.rank == 0
+        try:
+            check_mesh(arguments.mesh, world.size)
+        except UsageError as error:
+            if is_first:
+                raise
+            return error.exit_code  # said once
         # what libraries print goes to stderr: stdout is for the result
         with contextlib.redirect_stdout(sys.stderr):
             result = measure_collectives(world, options, narrate if is_first else _say_nothing)
-    if is_first:
-        _show(result, arguments)
+    return _show(result, arguments) if is_first else _exit_code(result)
+
+
+def _exit_code(result: CommRun) -> int:
     wrong_patterns = [each for each in result.patterns if not each.problem and not each.is_right]
     return WRONG_RESULT if result.wrong_points() or wrong_patterns else 0
 
@@ -140,10 +154,16 @@ def _say_nothing(line: str) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     """UsageError for what cannot be measured, before ranks meet."""
     from nearpeak.comm.fit import BYTES_OF
+    from nearpeak.render.report import DOCUMENT_FORMATS
 
     for op in arguments.op:
         if op not in BYTES_OF:
             raise UsageError(f"--op {op!r} is not a collective. {did_you_mean(op, BYTES_OF)}")
+    for path in arguments.output:
+        if Path(path).suffix.lower() not in (*DOCUMENT_FORMATS, ".json"):
+            raise UsageError(f"{path}: a run is written as one of {', '.join(DOCUMENT_FORMATS)}, .json.")
+        if not Path(path).parent.is_dir():
+            raise UsageError(f"{path} cannot be written: there is no folder {Path(path).parent}.")
     sizes = arguments.bytes or []
     if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise UsageError("--bytes: every size is a whole number above 0, such as 64m or 1k..1g*4.")
@@ -154,7 +174,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--ranks {arguments.ranks}: must be at least 1.")
 
 
-def _show(result: CommRun, arguments: argparse.Namespace) -> None:
+def _show(result: CommRun, arguments: argparse.Namespace) -> int:
+    """Prints the result, writes the files, and returns the exit code."""
     from nearpeak.comm.result import as_json
     from nearpeak.render.report import DOCUMENT_FORMATS, document_ending
     from nearpeak.render.text import text
@@ -171,3 +192,4 @@ def _show(result: CommRun, arguments: argparse.Namespace) -> None:
         print_text(text(report, terminal_style(sys.stdout)))
     for path, ending in endings.items():
         write_file(path, data + "\n" if ending == ".json" else DOCUMENT_FORMATS[ending](report, None))
+    return _exit_code(result)

@@ -33,11 +33,11 @@ def document(run: CommRun) -> Document:
             *_verdict(run),
             Facts(facts=tuple(_facts(run)), width=LABEL),
             *((_regimes(run),) if run.fits else ()),
+            *_pictures(run, groups),
             *(_points(run, group, dtype) for group in groups for dtype in _dtypes(run, group)),
             *_patterns(run.patterns),
             *_flags(run),
             Items(title="Definitions", items=(*DEFINITIONS, *_bytes_counted(run)), marker="- "),
-            *_pictures(run, groups),
         ),
     )
 
