@@ -22,6 +22,7 @@ from nearpeak.cli.verbs.doctor import Report as Doctor
 from nearpeak.comm.result import CommRun
 from nearpeak.diffs.difference import Difference
 from nearpeak.gallery.parts import ExampleResult
+from nearpeak.judging.judgement import Judgement
 from nearpeak.machines.catalogue import Network
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.results import SelfTestReport
@@ -42,6 +43,7 @@ SECTIONS: dict[str, tuple[Any, ...]] = {
     "A comparison": (Comparison,),
     "A sweep": (Sweep,),
     "The self-test": (SelfTestReport,),
+    "judge": (Judgement,),
     "estimate": (Estimate,),
     "diff": (Difference,),
     "machine": (Machine, Network),

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
 import os
 import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from nearpeak.errors import EnvironmentProblem
 from nearpeak.judging.exchange import write_message
 
 START_SECONDS = 120.0
+RUNS = 1 << 20
+"""What the server says of a runner that has not ended: no exit code."""
 LAST_WORDS = 2000
 """Characters of what a process wrote before it ended."""
 
@@ -58,20 +63,13 @@ class Channel:
         self._log = folder / f"log-{secrets.token_hex(4)}"
         commands_read, self._commands = os.pipe()
         self._replies, replies_write = os.pipe()
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        if device == "cpu":
-            environment.setdefault("TRITON_INTERPRET", "1")
-        command = [*prefix, sys.executable, "-m", "nearpeak.judging.runner"]
+        arguments = [str(folder), device]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*command, str(commands_read), str(replies_write), str(folder), device],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(commands_read, replies_write),
-                env=environment,
-                start_new_session=True,
-            )
+            descriptors = (commands_read, replies_write, log.fileno())
+            if device == "cpu" and not prefix and memory_bytes is None:
+                self._process: Process = _server_process(arguments, descriptors)
+            else:
+                self._process = _own_process(prefix, arguments, descriptors)
         os.close(commands_read)
         os.close(replies_write)
         if memory_bytes is not None and device == "cpu":
@@ -146,15 +144,125 @@ class Channel:
     def close(self) -> None:
         """Ends the process and those that it started."""
         if self._process.poll() is None:
-            try:
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have ended just now
                 os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                self._process.kill()
             self._process.wait()
         if not self._closed:
             self._closed = True
             os.close(self._commands)
             os.close(self._replies)
+
+
+class Process(Protocol):
+    """What a channel needs of a process."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def wait(self) -> int:
+        """Waits for its end, and gives its exit code."""
+
+
+def _environment(device: str) -> dict[str, str]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    if device == "cpu":
+        environment.setdefault("TRITON_INTERPRET", "1")
+    return environment
+
+
+def _own_process(prefix: Sequence[str], arguments: list[str], descriptors: tuple[int, int, int]) -> Process:
+    commands, replies, log = descriptors
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-m", "nearpeak.judging.runner", str(commands), str(replies), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=(commands, replies),
+        env=_environment(arguments[1]),
+        start_new_session=True,
+    )
+
+
+class _Server:
+    """A process that has imported torch, and forks runners for a CPU: a start takes milliseconds instead of seconds.
+
+    It runs no code of candidates. A GPU cannot be used after a fork, so runners for one are started one by one.
+    """
+
+    current: ClassVar[_Server | None] = None
+
+    def __init__(self) -> None:
+        self.socket, other = socket.socketpair()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "nearpeak.judging.runner", "--server", str(other.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(other.fileno(),),
+            env=_environment("cpu"),
+            start_new_session=True,
+        )
+        other.close()
+
+    def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
+        """The number that the server replies with; OSError where it has ended."""
+        socket.send_fds(self.socket, [json.dumps(message).encode() + b"\n"], list(descriptors))
+        reply = self.socket.recv(64)
+        if not reply:
+            raise BrokenPipeError("the server has ended")
+        return int(reply)
+
+    @classmethod
+    def running(cls) -> _Server:
+        """The server of this process, started where there is none."""
+        if cls.current is None or cls.current.process.poll() is not None:
+            cls.current = cls()
+            atexit.register(cls.current.close)
+        return cls.current
+
+    def close(self) -> None:
+        """Ends the server."""
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class _ForkedProcess:
+    """A runner that the server has forked."""
+
+    def __init__(self, server: _Server, pid: int) -> None:
+        self.server, self.pid = server, pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        if self.code is None:
+            self._ask("poll")
+        return self.code
+
+    def wait(self) -> int:
+        """Waits for its end, and gives its exit code."""
+        if self.code is None:
+            self._ask("wait")
+        return -signal.SIGKILL if self.code is None else self.code
+
+    def _ask(self, do: str) -> None:
+        try:
+            code = self.server.ask({"do": do, "pid": self.pid})
+        except OSError:
+            code = -signal.SIGKILL  # the server has ended, and its runners with it
+        self.code = None if code == RUNS else code
+
+
+def _server_process(arguments: list[str], descriptors: tuple[int, int, int]) -> Process:
+    message = {"do": "start", "arguments": arguments, "folder": str(Path.cwd())}
+    server = _Server.running()
+    try:
+        return _ForkedProcess(server, server.ask(message, descriptors))
+    except OSError:  # it was ended between two judgements
+        server.close()
+        server = _Server.running()
+        return _ForkedProcess(server, server.ask(message, descriptors))
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -33,7 +33,7 @@ from nearpeak.judging.channel import CandidateError, Channel, ProcessEnded, sani
 from nearpeak.judging.exchange import read_tensors, scaled, tensors_in, write_tensors
 from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Outcome, Rival, Speed, SuiteJudgement
 from nearpeak.judging.runner import POISON
-from nearpeak.judging.tolerance import Agreement, Answer, agreement, answer, same_values
+from nearpeak.judging.tolerance import Agreement, Answer, agreement, answer, same_values, without_nonfinite
 from nearpeak.judging.variants import (
     Inputs,
     Task,
@@ -62,7 +62,7 @@ KNOWN_SEEDS = (0, 42)
 SETS = 3
 """Draws that the inputs of timed calls are made of."""
 SETS_BYTES = 256 << 20
-FEWEST_CHECKS = 30
+FEWEST_CHECKS = 60
 """They are made even where the time is up."""
 FEWEST_BLOCKS = 8
 MOST_BLOCKS = 40
@@ -79,7 +79,7 @@ _KINDS = {
     "nonfinite": "WRONG_NONFINITE",
     "range": "WRONG_RANGE",
     "values": "WRONG_RANGE",
-    "spikes": "WORK_SKIPPED",
+    "spikes": "WRONG_RANGE",
     "gradients": "WRONG_GRADIENT",
     "stream": "WRONG_STREAM",
     "graph": "WRONG_STREAM",
@@ -254,11 +254,12 @@ class _Trial:
         self.relative_on_spikes = 0.0
         self.is_interpreted = False
         self.is_given_right = False
+        self.is_state_known = False
 
     def run(self, *, compile_reference: bool, timed: bool, sanitize: str | None, memory_bytes: int | None) -> Judgement:
         """Everything in order; a candidate that ends its process is judged by what was seen until then."""
         start = time.perf_counter()
-        path, function = _split(self.candidate)
+        path, function = self.path, self.function = _split(self.candidate)
         prefix = sanitizer_prefix(sanitize) if sanitize else []
         self.channel = Channel(self.folder, str(self.device), timeout=self.timeout, memory_bytes=memory_bytes)
         self.rival_channel: Channel | None = None
@@ -474,6 +475,8 @@ class _Trial:
         context = None if not autocast else partial(torch.autocast, self.device.type, getattr(torch, autocast))
         seeds = self._gradient_seeds(inputs) if kind == "gradients" else None
         known = answer(self.task.function, inputs.args, inputs.kwargs, seeds, context, draws)
+        if kind == "nonfinite" and known.is_exact:
+            known = without_nonfinite(known, self.task.function, inputs.args, inputs.kwargs)
         if not known.is_exact and kind == "given":
             self.notes.append("The reference does not run in float64: results are compared with its own dtype.")
         outputs = self._path("outputs")
@@ -548,7 +551,7 @@ class _Trial:
             return Check(kind=kind, inputs=words, outcome="refused", error=_finite(worst.error), detail=detail)
         poisoned = max(_poisoned_share(mine) for mine in results)
         if not right:
-            self._charge_wrong(kind, words, worst, poisoned)
+            self._charge_wrong(variant, words, known, worst, poisoned)
         return Check(
             kind=kind,
             inputs=words,
@@ -589,7 +592,8 @@ class _Trial:
         else:
             self._charge("WORK_ESCAPES", "the result changed after the call had returned")
 
-    def _charge_wrong(self, kind: str, words: str, worst: Agreement, poisoned: float) -> None:
+    def _charge_wrong(self, variant: Variant, words: str, known: Answer, worst: Agreement, poisoned: float) -> None:
+        kind = variant.kind
         detail = f"{100 * worst.wrong_share:.3g} % of elements out of tolerance ({words}): {worst.where}"
         if kind == "spikes":
             self.relative_on_spikes = max(self.relative_on_spikes, worst.relative)
@@ -601,8 +605,26 @@ class _Trial:
             self._charge(_name_of(worst), _evidence(worst, words, detail))
         elif kind in ("values", "spikes") and worst.looks_rounded:
             self._charge("PRECISION_LOWERED", _evidence(worst, words, detail))
+        elif self.is_given_right and not self.is_state_known and self._is_right_afresh(variant, known):
+            self._charge("CACHED_RESULT", f"right in a new process, and wrong after earlier calls ({words})")
         else:
             self._charge(_KINDS.get(kind, "WRONG_VALUES"), detail)
+
+    def _is_right_afresh(self, variant: Variant, known: Answer) -> bool:
+        """Whether a process in which nothing was called before gives the right result; asked once."""
+        self.is_state_known = True
+        channel = Channel(self.folder, str(self.device), timeout=self.timeout)
+        outputs = self._path("afresh")
+        try:
+            channel.ask("import", file=self.path, function=self.function, guarded=True, reference="")
+            inputs = self._file("inputs", variant.inputs)
+            channel.ask("call", inputs=inputs, outputs=outputs.name, **variant.surroundings)
+            results = read_tensors(outputs, self.device)["results"]
+        except (CandidateError, ProcessEnded, OSError, ValueError):
+            return False
+        finally:
+            channel.close()
+        return self._agrees(results, known, len(known.own) - len(known.mutated))
 
     def _settle_charges(self) -> None:
         """One cause has one name: what follows from another charge is left out."""
@@ -615,7 +637,7 @@ class _Trial:
             "UNINITIALIZED_MEMORY": (*_RESULTS, "CACHED_RESULT", "RACE", "WORK_SKIPPED"),
             "PRECISION_LOWERED": _RESULTS,
             "WORK_SKIPPED": _RESULTS,
-            "CACHED_RESULT": (*_RESULTS, "WRONG_WHEN_TIMED", "RESULT_OVERWRITTEN"),
+            "CACHED_RESULT": (*_RESULTS, "WORK_SKIPPED", "WRONG_WHEN_TIMED", "RESULT_OVERWRITTEN"),
             "MEMOIZED": ("INPUTS_RECOGNIZED",),
             "WRONG_FORM": _RESULTS,
             "WRONG_VALUES": tuple(name for name in _RESULTS if name != "WRONG_VALUES"),

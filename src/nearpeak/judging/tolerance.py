@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from nearpeak.judging.exchange import map_tensors, tensors_in
 FACTOR = 4.0
 PRECISION_FACTOR = 4.0
 """The typical error over that of the reference at which the arithmetic is called less precise."""
+OWN_ERROR_64 = 4.0
+"""Of a reference in float64, in its units: nothing is there to compare it with."""
 DRAWS = 2
 """Perturbations of the inputs, where they are small."""
 
@@ -111,6 +113,32 @@ def answer(
     )
 
 
+def without_nonfinite(known: Answer, function: Callable[..., Any], args: Any, kwargs: Any) -> Answer:
+    """The same answer, finite where no infinity or NaN of the inputs has an influence.
+
+    A reference may spread a NaN by multiplying it with a weight of zero, as a mask before softmax does; a candidate
+    need not look at what is masked. An element is independent if two other numbers in place of what is not finite give
+    it the same value.
+    """
+
+    def replaced(value: float) -> list[torch.Tensor]:
+        def clean(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            plain = tensor.detach()
+            return torch.where(plain.isfinite(), plain, value).requires_grad_(tensor.requires_grad)
+
+        tree = _wide(map_tensors((args, kwargs), clean))
+        return _run(function, tree[0], tree[1], None, None)[0]
+
+    first, second = replaced(0.5), replaced(-2.0)
+    exact = []
+    for old, a, b in zip(known.exact, first, second, strict=True):
+        is_free = ~old.double().isfinite() & (a == b) if old.is_floating_point() else torch.zeros_like(old).bool()
+        exact.append(torch.where(is_free, a.to(old.dtype), old))
+    return replace(known, exact=exact)
+
+
 def _run(
     function: Callable[..., Any], args: Any, kwargs: Any, seeds: Sequence[torch.Tensor] | None, context: Any
 ) -> tuple[list[torch.Tensor], list[int]]:
@@ -172,7 +200,7 @@ def agreement(
         return Agreement(
             error=0, rms_ratio=0, wrong_share=0, unwritten_share=0, relative=0, looks_rounded=False, lowered=False
         )
-    result = result.to(own.device)
+    result = result.detach().to(own.device)
     if not own.is_floating_point():
         wrong = (result != own) & (result != exact.to(own.dtype))
         return _exact_agreement(result, own, wrong)
@@ -185,7 +213,7 @@ def agreement(
     w = roundoff * e.abs().nan_to_num(posinf=0.0) + perturbed + known.unit * scale + tiny
     own_error = torch.where(finite, (o - e).abs() / w, 0.0)
     error = torch.where(both, (c - e).abs() / w, 0.0)
-    worst_own = max(1.0, float(own_error.max()))
+    worst_own = max(OWN_ERROR_64 if own.dtype == torch.float64 else 1.0, float(own_error.max()))
     order = math.sqrt(known.depth) / 2
     tolerance = FACTOR * (worst_own + order * (perturbed + known.unit * scale) / w)
     ratio = torch.where(both, error / tolerance, 0.0)
@@ -197,7 +225,7 @@ def agreement(
     ratio = torch.where(odd, math.inf, ratio)
     typical_own = float((torch.where(both, own_error, 0.0) ** 2).mean().sqrt())
     typical = float((error**2).mean().sqrt())
-    rms_ratio = typical / max(typical_own, 0.3)
+    rms_ratio = typical / max(typical_own, 1.0 if own.dtype == torch.float64 else 0.3)
     wrong = ratio > 1
     wrong_share = float(wrong.double().mean())
     relative = float((torch.where(both, c - e, 0.0) ** 2).mean().sqrt()) / max(scale, 1e-300)

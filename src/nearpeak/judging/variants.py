@@ -21,7 +21,7 @@ from nearpeak.measure.case import case_errors, load
 
 INPUT_NAMES = ("inputs", "get_inputs", "make_inputs", "generate_input")
 """Functions of the reference's file that draw its inputs, the first that there is."""
-SMALL_ELEMENTS = 1 << 17
+SMALL_ELEMENTS = 1 << 15
 """Elements of the largest tensor of a variant that only its values, strides or sizes make interesting."""
 
 
@@ -133,10 +133,18 @@ def size_variants(task: Task, draws: random.Random, sizes: Mapping[str, int]) ->
         return
     base = scale.small()
     chosen: list[tuple[str, dict[Any, int]]] = []
-    for name in scale.names:
-        value = base[name]
-        for new in (value + 1, value - 1, draws.randrange(value // 2, value + 1) | 1, 2 * value + 1, 1, 0):
-            if new != value and new >= 0:
+    changes: tuple[Callable[[int], int], ...] = (
+        lambda value: value + 1,
+        lambda value: 0,
+        lambda value: value - 1,
+        lambda value: 1,
+        lambda value: draws.randrange(value // 2, value + 1) | 1,
+        lambda value: 2 * value + 1,
+    )
+    for change in changes:
+        for name in scale.names:
+            new = change(base[name])
+            if new != base[name] and new >= 0:
                 chosen.append((f"{scale.label(name)} {new}", {**base, name: new}))
     chosen.append(("all sizes 1", dict.fromkeys(base, 1)))
     for _ in range(3):

@@ -1,0 +1,121 @@
+"""Rounding is tolerated, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nearpeak.judging.tolerance import agreement, answer, without_nonfinite
+
+
+def compared(function, candidate, *args):
+    known = answer(function, args, {})
+    return agreement(candidate(*args), known.own[0], known.exact[0], known.perturbed[0], known)
+
+
+def product(a, b):
+    return a @ b
+
+
+def factors(dtype=torch.float32, depth=1024):
+    generator = torch.Generator().manual_seed(1)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in ((64, depth), (depth, 48)))
+
+
+def by_blocks(a, b):
+    total = torch.zeros(a.shape[0], b.shape[1])
+    for start in range(0, a.shape[1], 16):
+        total += a[:, start : start + 16].float() @ b[start : start + 16].float()
+    return total.to(a.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+def test_another_order_of_sums_is_right(dtype):
+    candidate = by_blocks if dtype != torch.float64 else lambda a, b: (b.t() @ a.t()).t()
+    result = compared(product, candidate, *factors(dtype))
+    assert result.is_right and result.rms_ratio < 4
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16])
+def test_a_narrower_dtype_is_seen(narrow):
+    result = compared(product, lambda a, b: (a.to(narrow) @ b.to(narrow)).float(), *factors())
+    assert not result.is_right and result.lowered and result.looks_rounded
+
+
+def test_a_narrow_accumulator_is_seen():
+    def candidate(a, b):
+        total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+        for start in range(0, a.shape[1], 8):
+            total += a[:, start : start + 8] @ b[start : start + 8]
+        return total
+
+    assert not compared(product, candidate, *factors(torch.bfloat16)).is_right
+
+
+def test_one_wrong_element_is_seen():
+    def candidate(a, b):
+        result = a @ b
+        result[3, 5] *= 1.001
+        return result
+
+    result = compared(product, candidate, *factors())
+    assert not result.is_right and result.where.startswith("[3, 5]") and result.wrong_share == 1 / (64 * 48)
+
+
+def test_elements_left_at_zero_are_counted():
+    def candidate(a, b):
+        result = a @ b
+        result[::2] = 0
+        return result
+
+    result = compared(product, candidate, *factors())
+    assert result.wrong_share == pytest.approx(0.5) and result.unwritten_share == pytest.approx(0.5)
+
+
+def test_nan_must_be_where_the_reference_has_it():
+    x = torch.randn(8, 8)
+    x[2, 3] = float("nan")
+    softmax = torch.nn.Softmax(-1)
+    assert compared(softmax, softmax, x).is_right
+    assert not compared(softmax, lambda x: softmax(x).nan_to_num(0.0), x).is_right
+
+
+def test_nan_need_not_spread_to_what_does_not_depend_on_it():
+    def masked(x, v):
+        return torch.softmax(x.masked_fill(~torch.ones(8, 8).bool().tril(), float("-inf")), -1) @ v
+
+    def blocks(x, v):
+        return torch.stack([torch.softmax(x[i, : i + 1], -1) @ v[: i + 1] for i in range(8)])
+
+    x, v = torch.randn(8, 8), torch.randn(8, 4)
+    v[5, 2] = float("nan")
+    known = answer(masked, (x, v), {})
+    known = without_nonfinite(known, masked, (x, v), {})
+    parts = known.own[0], known.exact[0], known.perturbed[0], known
+    assert agreement(blocks(x, v), *parts).is_right and agreement(masked(x, v), *parts).is_right
+    assert not agreement(blocks(x, v).nan_to_num(0.0), *parts).is_right
+
+
+def test_an_overflow_of_the_reference_is_not_asked_for():
+    x = torch.full((4, 64), 300.0).half()
+    result = compared(lambda x: (x * x).sum(-1), lambda x: torch.full((4,), float("inf")).half(), x)
+    assert result.is_right  # in float16 the sum is infinite
+    assert not compared(lambda x: (x * x).sum(-1), lambda x: torch.zeros(4).half(), x).is_right
+
+
+def test_integers_are_equal_or_wrong():
+    x = torch.randn(16, 16)
+    assert compared(lambda x: x.argmax(-1), lambda x: x.argmax(-1), x).is_right
+    assert not compared(lambda x: x.argmax(-1), lambda x: x.argmin(-1), x).is_right
+
+
+def test_gradients_and_changed_inputs_are_results():
+    def doubled(x, buffer):
+        buffer += 1
+        return x * 2
+
+    x, buffer = torch.randn(4, requires_grad=True), torch.zeros(3)
+    known = answer(doubled, (x, buffer), {}, [torch.ones(4)])
+    assert known.mutated == [1] and len(known.own) == 3
+    assert torch.equal(known.own[1], torch.ones(3)) and torch.equal(known.own[2], torch.full((4,), 2.0))
+    assert torch.equal(buffer, torch.zeros(3))  # the caller's own is as before

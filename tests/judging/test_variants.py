@@ -1,0 +1,72 @@
+"""Inputs of other sizes, values and strides, which the reference accepts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from nearpeak.errors import CaseError
+from nearpeak.judging.variants import Task, size_variants, small_inputs, stride_variants, value_variants
+
+PARAMETERS = """
+import torch
+
+def scale(x, weight):
+    return x * weight
+
+def inputs(rows=6, columns=10):
+    return torch.randn(rows, columns), torch.randn(columns)
+"""
+FIXED = PARAMETERS.replace("rows=6, columns=10", "").replace("rows, columns", "6, 10").replace("(columns)", "(10)")
+
+
+def task(tmp_path, source):
+    path = tmp_path / "reference.py"
+    path.write_text(source, encoding="utf-8")
+    return Task(f"{path}:scale", None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("source", [PARAMETERS, FIXED], ids=["parameters", "dimensions"])
+def test_sizes_have_one_more_one_less_one_and_none(tmp_path, source):
+    made = list(size_variants(task(tmp_path, source), random.Random(1), {}))
+    shapes = [tuple(variant.inputs.tensors[0].shape) for variant in made]
+    assert {(7, 10), (5, 10), (1, 10), (0, 10), (6, 11), (6, 9), (6, 1), (6, 0), (1, 1)} <= set(shapes)
+    assert all(variant.inputs.tensors[1].shape[0] == shape[1] for variant, shape in zip(made, shapes, strict=True))
+
+
+def test_large_inputs_are_made_small(tmp_path):
+    large = PARAMETERS.replace("rows=6, columns=10", "rows=4096, columns=2048")
+    small = small_inputs(task(tmp_path, large), random.Random(1), {})
+    assert small.tensors[0].numel() <= 1 << 15
+
+
+def test_values_and_strides_vary_alone(tmp_path):
+    made = task(tmp_path, PARAMETERS)
+    inputs = made.draw(3)
+    for variant in value_variants(made, inputs, random.Random(1)):
+        assert [t.shape for t in variant.inputs.tensors] == [t.shape for t in inputs.tensors]
+        finite = all(bool(tensor.isfinite().all()) for tensor in variant.inputs.tensors)
+        assert finite == (variant.kind != "nonfinite")
+    for variant in stride_variants(made, inputs):
+        if "expanded" not in variant.words:
+            assert all(torch.equal(a, b) for a, b in zip(inputs.tensors, variant.inputs.tensors, strict=True))
+
+
+def test_probabilities_stay_probabilities(tmp_path):
+    made = task(tmp_path, PARAMETERS.replace("torch.randn(columns)", "torch.rand(columns)"))
+    for variant in value_variants(made, made.draw(3), random.Random(1)):
+        weight = variant.inputs.tensors[1]
+        assert bool(((weight >= 0) & (weight <= 1)).all())
+
+
+def test_a_draw_follows_its_seed(tmp_path):
+    made = task(tmp_path, PARAMETERS)
+    assert torch.equal(made.draw(5).tensors[0], made.draw(5).tensors[0])
+    assert not torch.equal(made.draw(5).tensors[0], made.draw(6).tensors[0])
+
+
+def test_a_file_without_inputs_says_what_to_write(tmp_path):
+    with pytest.raises(CaseError, match="def inputs"):
+        task(tmp_path, PARAMETERS.replace("def inputs", "def draw_them"))
