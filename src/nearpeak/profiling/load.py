@@ -10,12 +10,14 @@ from typing import Literal
 from nearpeak._files import InputFile
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.bound.roofline import Ceilings
-from nearpeak.errors import UsageError
+from nearpeak.errors import NearpeakError, UsageError
 from nearpeak.findings.engine import add_findings
 from nearpeak.findings.step import StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.profiles import file as profile_file
 from nearpeak.profiles import history
+from nearpeak.profiles.job import JobProfile, RankReport
+from nearpeak.profiles.job_analysis import analyze_job
 from nearpeak.profiles.profile import Profile, add_idle, build_profile, computed_dtypes, profile_ceilings
 from nearpeak.profiles.rates import step_rates
 
@@ -77,6 +79,26 @@ def profile_trace(
     )
     lines: frozenset[StepFact] = frozenset({"lines"}) if any(op.source for op in trace.ops) else frozenset()
     return add_findings(profile, trace, machine, lines | {"host"})
+
+
+def profile_folder(
+    folder: str | Path, *, on: str | Machine | None = None, ceilings: Ceilings = "achievable"
+) -> Profile | JobProfile:
+    """The job of a folder of trace files, one for each rank, in the profile of its first rank.
+
+    The job alone if that rank cannot be profiled, because its file has no shapes or its device is not known.
+    """
+    from nearpeak.trace.kineto.rank_folder import read_ranks
+
+    read = read_ranks(Path(folder))
+    reports = [RankReport(timeline=timeline) for timeline in read.timelines]
+    job = analyze_job(reports, read.world_size, notes=read.notes)
+    first = read.timelines[0].rank
+    try:
+        profile = profile_trace(read.files[first], on=on, ceilings=ceilings)
+    except (NearpeakError, ValueError) as error:
+        return dataclasses.replace(job, notes=(*job.notes, f"Rank {first} has no profile of its own: {error}"))
+    return dataclasses.replace(profile, job=job, rank=first, world_size=job.world_size)
 
 
 def _date_of(path: Path) -> str:

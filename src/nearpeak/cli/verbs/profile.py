@@ -5,7 +5,11 @@ optimizer's step, an inference step with the call of a module. --step MODULE:FUN
 step: a function of a module, of a file (FILE.py:FUNCTION), or of the script itself (__main__:FUNCTION). Options go
 before SCRIPT; what follows SCRIPT are its own arguments. SCRIPT may be FILE.py:FUNCTION, a case of `nearpeak bench`.
 
---trace FILE reads a trace that torch.profiler wrote with record_shapes=True, on any machine, or a saved profile. The
+Below torchrun, each rank is profiled, and rank 0 reports the job: torchrun --nproc-per-node 4 -m nearpeak profile
+SCRIPT. --inject rank=1,delay=5ms tries that out: a fault in one rank, by delay, input, work or gc.
+
+--trace FILE reads a trace that torch.profiler wrote with record_shapes=True, on any machine, or a saved profile; of a
+folder, all ranks of a job, one file each. The
 last ten runs are kept: @last is the last one, @2 the one before it.
 
 examples:
@@ -58,7 +62,7 @@ MOST_PAGES = 10
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
-    parser.add_argument("--trace", metavar="FILE", help="a trace of torch.profiler, a saved profile, or @last")
+    parser.add_argument("--trace", metavar="FILE", help="a trace of torch.profiler, a folder of them by rank, ...")
     parser.add_argument(
         "--step",
         type=_step,
@@ -99,6 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.wait is not None and not arguments.wait > 0.0:
         raise UsageError(f"--wait {arguments.wait:g}: seconds are more than 0.")
+    if arguments.trace and Path(arguments.trace).is_dir():
+        return _show_folder(arguments)
     if arguments.trace:
         return show_profile(from_file(arguments.trace, arguments), arguments, ResultFiles(arguments, keep=False))
     if arguments.script and ":" in Path(arguments.script).name:
@@ -117,6 +123,24 @@ def from_file(name: str, arguments: argparse.Namespace) -> Profile:
         if arguments.on or arguments.step is not None:
             raise UsageError(f"{name} is a saved profile: --on and --step belong to a trace.")
         return file.read(source)
+
+
+def _show_folder(arguments: argparse.Namespace) -> int:
+    """The job of a folder of traces."""
+    from nearpeak.profiles.profile import Profile
+    from nearpeak.profiling.load import profile_folder
+    from nearpeak.render.text import text
+    from nearpeak.render.views.job import document
+
+    if arguments.step is not None:
+        raise UsageError(f"--step {arguments.step}: a folder of traces has all steps that its ranks share.")
+    job = profile_folder(arguments.trace, on=arguments.on, ceilings=arguments.ceilings)
+    if isinstance(job, Profile):
+        return show_profile(job, arguments, ResultFiles(arguments, keep=False))
+    if arguments.save:
+        narrate("nearpeak: there is no profile of a rank to save, only what follows.")
+    print_text(json_text(job) if arguments.json == "-" else text(document(job), terminal_style(Streams.stdout())))
+    return 0
 
 
 def _from_case(arguments: argparse.Namespace) -> Profile:

@@ -3,11 +3,11 @@
 On a GPU the work is a kernel of the communication library, and torch writes its process group, its sequence number and
 its size beside it. On a CPU a thread of the backend does the work inside of a range, "gloo:all_reduce", and the
 operator that asked for it, `c10d::allreduce_`, is on the thread of the program.
-
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -56,6 +56,7 @@ def collective_named(name: str) -> str | None:
     return next((kind for kind in _KINDS if kind.replace("_", "") in flat), None)
 
 
+@functools.cache  # a file has few different names
 def collective_of(kernel: str) -> str | None:
     """The collective that a communication kernel runs, by its name; None for every other kernel.
 

@@ -6,6 +6,7 @@ On a CPU a collective runs on a thread of its backend: the program waits for it 
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from bisect import bisect_left
@@ -164,9 +165,10 @@ def _step_windows(recording: Recording, lane: _Lane) -> list[tuple[int, float, f
     found: dict[int, tuple[float, float]] = {}
     for spans in recording.threads.values():
         for span in spans:
-            number = span.name.removeprefix(STEP_PREFIX)
-            if span.kind == "annotation" and number != span.name and number.isdigit() and len(number) < 10:
-                found.setdefault(int(number), (span.start, span.end))
+            if span.kind == "annotation" and span.name.startswith(STEP_PREFIX):
+                number = span.name.removeprefix(STEP_PREFIX)
+                if number.isdigit() and len(number) < 10:
+                    found.setdefault(int(number), (span.start, span.end))
     steps = sorted((number, start, end) for number, (start, end) in found.items())
     if not steps:
         start, end = lane.extent()
@@ -318,6 +320,8 @@ def _elements(span: Span | DeviceSpan) -> float:
     if isinstance(span, DeviceSpan):
         return float(span.blocks or 0)
     dims = None if span.inputs is None else span.inputs.dims
+    if not dims:
+        return 0.0
     return sum(_product(item) for item in dims) if isinstance(dims, list) else 0.0
 
 
@@ -350,5 +354,6 @@ def _outer_ops(threads: Mapping[Any, Sequence[Span]]) -> list[Span]:
     return sorted(outer, key=lambda span: span.start)
 
 
+@functools.cache
 def _is_operator(name: str) -> bool:
     return ("::" in name or _CPP_KERNEL in name) and not _CONTAINER.match(name)

@@ -1,13 +1,14 @@
 """`Recording`: the spans of a trace file, as small tuples: what the CPU threads did, and what ran on a device.
 
-`EventFile` reads the events of the Chrome trace one at a time: the file is never held whole, and nothing in it is
-executed.
+`EventFile` reads the events of the Chrome trace: of a whole and valid file at once where msgspec is installed, of any
+other one by one, so that a large file is never held whole. Nothing in it is executed.
 """
 
 from __future__ import annotations
 
 import codecs
 import functools
+import itertools
 import json
 import math
 import re
@@ -21,10 +22,17 @@ from typing import Any, Literal, NamedTuple
 from nearpeak._files import InputFile
 from nearpeak.errors import FileProblem
 
+try:
+    import msgspec
+except ImportError:  # the extra `traces`; json reads the same, more slowly
+    msgspec = None  # type: ignore[assignment]
+
 _CHUNK = 1 << 20
 """Characters that are added where an event does not end."""
 _MAX_EVENT_CHARS = 1 << 24
 """Characters that one event may have; what is longer is damaged."""
+WHOLE_BYTES = 1 << 28
+"""A larger file is read event by event: all events of a file at once take ten times its size."""
 LARGEST_TRACE = 2**36
 """Bytes of a decompressed file. It is never held whole, and the ops of a step are what takes memory."""
 _LARGEST_ID = 2**63
@@ -61,13 +69,38 @@ class EventFile:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         with self.file:
-            self._text = self._decoded()
+            pieces = self.file.pieces(LARGEST_TRACE)
+            if msgspec is not None:
+                start, size = [], 0
+                for piece in pieces:
+                    start.append(piece)
+                    size += len(piece)
+                    if size > WHOLE_BYTES:
+                        break
+                events = self._whole(b"".join(start)) if size <= WHOLE_BYTES and not self.file.truncated else None
+                if events is not None:
+                    yield from events
+                    return
+                pieces = itertools.chain(start, pieces)
+            self._text = self._decoded(pieces)
             yield from self._document()
 
-    def _decoded(self) -> Iterator[str]:
+    def _whole(self, content: bytes) -> list[dict[str, Any]] | None:
+        """The events of a file that is whole and valid; None for any other, which is read event by event."""
+        try:
+            document = msgspec.json.decode(content)
+        except (ValueError, RecursionError):  # of its errors, all are ValueErrors
+            return None
+        events = document.get("traceEvents") if isinstance(document, dict) else None
+        if not isinstance(events, list) or not all(type(event) is dict and event for event in events):
+            return None
+        self.metadata = {key: value for key, value in document.items() if key != "traceEvents"}
+        return events
+
+    def _decoded(self, pieces: Iterator[bytes]) -> Iterator[str]:
         """The text of the file in pieces, up to where a compressed one is truncated."""
         decoder = codecs.getincrementaldecoder("utf-8-sig")(errors="replace")
-        for piece in self.file.pieces(LARGEST_TRACE):
+        for piece in pieces:
             yield decoder.decode(piece)
         self.truncated = self.truncated or self.file.truncated
 
@@ -314,11 +347,12 @@ class Recording:
     """Streams that the file names and has no events of."""
 
 
-def load_recording(path: str | Path | InputFile, *, since: str | None = None) -> Recording:
+def load_recording(path: str | Path | InputFile, *, since: str | None = None, only_sizes: bool = False) -> Recording:
     """Reads a file in one pass. Python frames of torch, the standard library and built-in functions are dropped.
 
     An event whose fields cannot be is left out and counted, as one that is not valid JSON. Operators of torch that end
-    before the range `since` begins are left out too: nobody asks for them, and most events are operators.
+    before the range `since` begins are left out too: nobody asks for them, and most events are operators. With
+    `only_sizes`, ops have the sizes and dtypes of their inputs alone.
     """
     file = EventFile(path)
     threads: dict[tuple[Any, Any], list[Span]] = {}
@@ -336,7 +370,7 @@ def load_recording(path: str | Path | InputFile, *, since: str | None = None) ->
 
     def add(start: float, end: float, kind: SpanKind, name: str, facts: dict[str, Any], thread: Any) -> None:
         try:
-            span = _span(start, end, kind, sys.intern(name), facts, inputs)
+            span = _span(start, end, kind, sys.intern(name), facts, None if only_sizes else inputs)
             threads.setdefault(thread, []).append(span)
         except (TypeError, RecursionError):  # a list as an id; inputs that are nested too deep
             file.damaged += 1
@@ -458,7 +492,7 @@ def _is_standard(path: str) -> bool:
 
 
 def _span(
-    start: float, end: float, kind: SpanKind, name: str, facts: Mapping[str, Any], inputs: dict[str, Inputs]
+    start: float, end: float, kind: SpanKind, name: str, facts: Mapping[str, Any], inputs: dict[str, Inputs] | None
 ) -> Span:
     if kind == "python":
         return Span(start, end, kind, name)
@@ -466,6 +500,9 @@ def _span(
     if kind != "op":
         return Span(start, end, kind, name, external, _integer(facts.get("correlation")))
     shapes: Inputs | None = None
+    if inputs is None:
+        dims = facts.get("Input Dims", facts.get("Input dims"))
+        return Span(start, end, kind, name, external, None, None, Inputs(dims, None, facts.get("Input type"), None))
     if "Input Dims" in facts or "Input dims" in facts:
         shapes = Inputs(
             facts.get("Input Dims", facts.get("Input dims")),
@@ -564,6 +601,8 @@ def _finite_number(value: Any) -> float | None:
 
 def _integer(value: Any) -> int | None:
     """An id of 64 bits, with a sign or without."""
+    if type(value) is int and -_LARGEST_ID <= value < _LARGEST_ID:  # nearly all of them
+        return value
     if not isinstance(value, int) or isinstance(value, bool):
         number = _finite_number(value)
         if number is None:
