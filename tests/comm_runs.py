@@ -34,8 +34,8 @@ def point(op: str = "all_reduce", size: int = 2**20, seconds: float | None = Non
         "high": 1.03 * taken,
         "confidence": 0.96,
         "skew_s": 0.1 * taken,
-        "slowest_rank": 3,
-        "slowest_share": 0.5,
+        "shortest_rank": 3,
+        "shortest_share": 0.5,
         "readings": (taken,) * 3,
     }
     return CommPoint(**{**fields, **changes})

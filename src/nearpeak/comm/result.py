@@ -46,10 +46,10 @@ class CommPoint:
     confidence: Share
     skew_s: Seconds
     """The median over calls of the longest rank's time less the shortest's."""
-    slowest_rank: Count
-    """The rank that was the slowest most often."""
-    slowest_share: Share
-    """The share of calls in which it was."""
+    shortest_rank: Count
+    """The rank with the shortest time most often: where all ranks wait for each other, the one that entered last."""
+    shortest_share: Share
+    """The share of calls in which it had."""
     host_seconds: Seconds | None = None
     """On a GPU, by the host's clock: from an idle device until it is idle again, launch included."""
     readings: tuple[Seconds, ...] = ()

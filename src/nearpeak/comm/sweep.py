@@ -51,6 +51,8 @@ LONGEST_SPIN_S = 10e-3
 HOST_CALLS = 7
 SKEW_SHARE = 0.25
 """Of a call's time: a larger skew is worth a note."""
+MUTUAL = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "barrier")
+"""Operations that no rank leaves before all have entered: the shortest time is that of the last."""
 MEMORY_SHARE = 0.6
 """Of the free memory that messages may take."""
 CPU_LARGEST = 64 * 2**20
@@ -347,11 +349,15 @@ def _point(
     slowest, skew = series.times.slowest, median(series.times.skews)
     middle, interval = series.interval(options)
     wrong = {rank: count for rank, (count, _, _) in enumerate(states) if count}
-    last = [max(range(len(call)), key=call.__getitem__) for call in zip(*series.times.by_rank, strict=True)]
-    rank, often = collections.Counter(last).most_common(1)[0]
+    shortest = [min(range(len(call)), key=call.__getitem__) for call in zip(*series.times.by_rank, strict=True)]
+    rank, often = collections.Counter(shortest).most_common(1)[0]
+    share = often / len(shortest)
+    last = f"; rank {rank} had the shortest time in {percent(share, 0)} of the calls" if case.op in MUTUAL else ""
     flags = list(series_flags(slowest, slowest, options, converged=series.converged, unit="call"))
     flags += launch_flags([hidden for _, _, calls in states for hidden in calls], "calls")
-    flags += _rank_flags(wrong, [reasons for _, reasons, _ in states], skew, middle)
+    flags += _rank_flags(wrong, [reasons for _, reasons, _ in states])
+    if skew > SKEW_SHARE * middle:
+        flags.append(make_flag("RANKS_SKEWED", f"{seconds(skew)} between ranks in a call of {seconds(middle)}{last}"))
     return CommPoint(
         op=case.op,
         group=case.group.label,
@@ -367,8 +373,8 @@ def _point(
         high=interval.high,
         confidence=interval.confidence,
         skew_s=skew,
-        slowest_rank=rank,
-        slowest_share=often / len(last),
+        shortest_rank=rank,
+        shortest_share=share,
         host_seconds=host,
         readings=tuple(slowest),
         wrong_ranks=tuple(wrong),
@@ -376,17 +382,13 @@ def _point(
     )
 
 
-def _rank_flags(
-    wrong: dict[int, int], reasons: Sequence[tuple[str, ...]], skew: float, middle: float
-) -> Iterator[Flag]:
+def _rank_flags(wrong: dict[int, int], reasons: Sequence[tuple[str, ...]]) -> Iterator[Flag]:
     if wrong:
         counts = ", ".join(f"{count:,} elements on rank {rank}" for rank, count in wrong.items())
         yield make_flag("WRONG_RESULT", counts)
     for reason in dict.fromkeys(itertools.chain(*reasons)):
         ranks = [str(rank) for rank, given in enumerate(reasons) if reason in given]
         yield make_flag(THROTTLE_FLAGS[reason], f"{reason} on rank {', '.join(ranks)}")
-    if skew > SKEW_SHARE * middle:
-        yield make_flag("RANKS_SKEWED", f"{seconds(skew)} between ranks in a call of {seconds(middle)}")
 
 
 def message_sizes(world: World, options: SweepOptions) -> tuple[list[int], list[str]]:

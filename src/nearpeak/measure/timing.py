@@ -272,7 +272,7 @@ _FLAGS: dict[str, tuple[Severity, str]] = {
     "OUTPUT_NONFINITE": ("doubt", "The result has infinities or NaNs: check the inputs, or pass `reset`."),
     "RANKS_SKEWED": (
         "note",
-        "Ranks enter the call at different times: look for one that shares its processor, or a busy host.",
+        "Ranks enter the call at different times, the last has the shortest: see what its host does beside it.",
     ),
     "WRONG_RESULT": ("wrong", "Do not train on it: check the link, the driver and the library of collectives."),
     "ABOVE_LINK": (

@@ -5,11 +5,13 @@ from comm_runs import WRONG, point, run
 
 from nearpeak.comm.result import CommRun, as_json, fit_points, load_run, save
 from nearpeak.errors import FileProblem
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.cluster.collectives import collective_seconds
 from nearpeak.render.csv import csv_text
 from nearpeak.render.html.document import document_page
 from nearpeak.render.markdown import markdown
 from nearpeak.render.text import text
-from nearpeak.render.views.comm import document
+from nearpeak.render.views.comm import document, model_seconds
 
 
 def test_report_of_a_run() -> None:
@@ -79,6 +81,18 @@ def test_another_file_is_refused(change, message, tmp_path) -> None:
     path.write_text(json.dumps({**as_json(run()), **change}))
     with pytest.raises(FileProblem, match=message):
         load_run(path)
+
+
+def test_the_planner_stands_beside_nccl() -> None:
+    made = run()
+    node = Cluster.of("h100-sxm x 8")
+    last = made.points[8]
+    assert model_seconds(made, last) == collective_seconds("all_reduce", last.bytes, 8, node).seconds
+    assert "model" in text(document(made)) and "planner's model" in text(document(made))
+    for other in (run(backend="gloo"), run(environment=dataclasses.replace(made.environment, device="a CPU"))):
+        assert model_seconds(other, last) is None
+        assert "model" not in text(document(other))
+    assert model_seconds(made, dataclasses.replace(last, op="all_to_all_v")) is None
 
 
 def test_shares_of_the_link() -> None:

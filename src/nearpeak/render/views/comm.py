@@ -7,7 +7,11 @@ from dataclasses import replace
 
 from nearpeak.comm.fit import BYTES_OF, CurveFit, factor_text
 from nearpeak.comm.result import CommPoint, CommRun, PatternTiming
+from nearpeak.errors import UsageError
+from nearpeak.machines.catalogue import by_driver_name
 from nearpeak.measure.timing import Flag
+from nearpeak.plan.cluster.cluster import Cluster
+from nearpeak.plan.cluster.collectives import collective_seconds
 from nearpeak.render.document import Block, Document, Fact, Facts, Items, Paragraph, Picture, Table
 from nearpeak.render.picture.plot import Series, line_plot
 from nearpeak.render.text import count
@@ -37,7 +41,7 @@ def document(run: CommRun) -> Document:
             *(_points(run, group, dtype) for group in groups for dtype in _dtypes(run, group)),
             *_patterns(run.patterns),
             *_flags(run),
-            Items(title="Definitions", items=(*DEFINITIONS, *_bytes_counted(run)), marker="- "),
+            Items(title="Definitions", items=(*_definitions(run), *_bytes_counted(run)), marker="- "),
         ),
     )
 
@@ -152,6 +156,7 @@ def _points(run: CommRun, group: str, dtype: str) -> Table:
                 seconds(point.seconds),
                 percent((point.high - point.low) / 2 / point.seconds, 0) if point.seconds else "-",
                 seconds(point.skew_s),
+                seconds(model_seconds(run, point)),
                 quantity(point.algorithm_bandwidth, "").strip(),
                 quantity(point.bus_bandwidth, "").strip(),
                 percent(run.share_of_link(point), 0),
@@ -162,12 +167,25 @@ def _points(run: CommRun, group: str, dtype: str) -> Table:
     ranks = next(point.ranks for point in run.points if point.group == group)
     table = Table(
         title=f"{group}, {count(ranks, 'rank')}, {dtype}",
-        headers=("", "bytes", "time", "+-", "skew", "algbw", "busbw", "link", "host", "grade"),
+        headers=("", "bytes", "time", "+-", "skew", "model", "algbw", "busbw", "link", "host", "grade"),
         rows=tuple(rows),
-        align="lrrrrrrrrr",
+        align="lrrrrrrrrrr",
     ).without_empty_columns(5)
     wide = tuple(number for number, header in enumerate(table.headers) if header in ("+-", "host"))
     return replace(table, wide=wide)
+
+
+def model_seconds(run: CommRun, point: CommPoint) -> float | None:
+    """What the planner's model of NCCL predicts for GPUs of the catalogue in one host; None for everything else."""
+    machine = by_driver_name(run.environment.device)
+    if machine is None or not run.backend.startswith("nccl") or point.nodes > 1 or point.ranks == 1:
+        return None
+    try:
+        cluster = Cluster.of(machine, gpus=run.ranks)
+        ranks = 2 if point.op == "send_recv" else point.ranks
+        return collective_seconds(point.op, point.bytes, ranks, cluster, concurrent_groups=point.concurrent).seconds
+    except UsageError:  # an operation or a number of GPUs that the planner does not have
+        return None
 
 
 def _patterns(patterns: Sequence[PatternTiming]) -> Iterator[Block]:
@@ -229,6 +247,12 @@ def _flags(run: CommRun) -> Iterator[Block]:
     )
     if facts:
         yield Facts(facts=facts, width=7)
+
+
+def _definitions(run: CommRun) -> Iterator[str]:
+    yield from DEFINITIONS
+    if any(model_seconds(run, point) is not None for point in run.points):
+        yield "model: the time that the planner's model of NCCL gives for these GPUs."
 
 
 def _bytes_counted(run: CommRun) -> Iterator[str]:
