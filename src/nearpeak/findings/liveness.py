@@ -149,3 +149,13 @@ def _is_unneeded(step: Step, index: int, storage: int, dead: set[int], ends: Seq
     touching = [after for after in touching if after < until]
     is_end = any(index <= end < until for end in ends)
     return all(after in dead for after in touching) and (bool(touching) or is_end)
+
+
+ADDITIONS = ("aten.add", "aten.add_")
+
+
+def gradient_sums(step: Step) -> tuple[set[int], set[int]]:
+    """The ops that add to the gradient of a parameter, and those whose results they add or that write the first one."""
+    added = {gradient.op for gradient in step.trace.gradients if step.ops[gradient.op].packet in ADDITIONS}
+    stored = {gradient.op for gradient in step.trace.gradients} - added
+    return added, stored | {producer for index in added for producer in step.flow.producers[index].values()} - added

@@ -12,6 +12,7 @@ from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.experts import expert_loops
 from nearpeak.findings.host_reads import is_read, reading_loops
+from nearpeak.findings.liveness import ADDITIONS, gradient_sums
 from nearpeak.findings.loops import Loop, has_own_weights, one_op_seconds, parameters_of, slowest_line
 from nearpeak.findings.regions import launch_wait_seconds
 from nearpeak.findings.rules.needless_recompute import FULL
@@ -39,7 +40,6 @@ _SUMS = (
     *("aten.index_put_", "aten.scatter_add_"),
 )
 """Operators that gather what the turns have computed, in any order: a sum, the largest."""
-_ADDITIONS = ("aten.add", "aten.add_")
 
 _LOADER_REMEDY = (
     "sampler = torch.utils.data.BatchSampler(RandomSampler(dataset), batch_size, drop_last=True)\n"
@@ -234,7 +234,7 @@ class _Batch:
                 groups.setdefault(key, []).append(index)
         gains: dict[int, float] = {}
         gone: list[int] = []
-        added, summands = _gradient_sums(step)
+        added, summands = gradient_sums(step)
         for group in groups.values():
             if added.issuperset(group):  # one backward pass has one gradient
                 left_s = 0.0
@@ -347,13 +347,6 @@ def _is_preferred(batch: _Batch, other: _Batch) -> bool:
     return better is batch
 
 
-def _gradient_sums(step: Step) -> tuple[set[int], set[int]]:
-    """The ops that add to the gradient of a parameter, and those whose results they add."""
-    added = {gradient.op for gradient in step.trace.gradients if step.ops[gradient.op].packet in _ADDITIONS}
-    stored = {gradient.op for gradient in step.trace.gradients} - added
-    return added, stored | {producer for index in added for producer in step.flow.producers[index].values()} - added
-
-
 def _at_once_seconds(step: Step, group: Sequence[int], *, are_added: bool = False) -> float:
     """The time of one op that does the work of the ops of a group, which differ in their items; with `are_added`, of
     ops whose results are added up."""
@@ -388,7 +381,7 @@ def _one_product(step: Step, group: Sequence[int], sizes: Sequence[tuple[int, in
     elif len(left) == 1:
         n = sum(size[2] for size in sizes)
     elif op.phase == "backward" and any(
-        step.ops[reader].packet in _ADDITIONS for index in group for reader in step.flow.consumers[index]
+        step.ops[reader].packet in ADDITIONS for index in group for reader in step.flow.consumers[index]
     ):
         k = sum(size[3] for size in sizes)
     else:
