@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nearpeak.fixes.edits import Edits
+from nearpeak.fixes.graphs import rewrite_graph
 from nearpeak.fixes.patterns import attention, experts, loss, mlp, norms
 from nearpeak.fixes.patterns.dataflow import traceable
 from nearpeak.fixes.registry import ModelRun, Site, observe
@@ -586,6 +587,53 @@ def test_fixes_of_one_forward_add_up() -> None:
     torch.testing.assert_close(run_of(model, x).output.shape, expected.shape)  # it can be observed again
     edits.undo()
     assert "forward" not in vars(model)
+
+
+class InlineNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.out = nn.Parameter(torch.linspace(0.5, 1.5, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + self.out((y * self.weight).to(x.dtype))
+
+
+class OtherRows(InlineNorm):
+    """Divided by the root of the squares of something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * torch.rsqrt((x + 1.0).pow(2).mean(-1, keepdim=True) + 1e-6)
+        return x + self.out(y * self.weight)
+
+
+def test_norms_inside_of_a_forward() -> None:
+    model, x = InlineNorm(), torch.randn(2, 3, 8)
+    expected = model(x)
+    (site,) = sites(norms.inline_norms, model, x)
+    assert (site.what, site.skip) == ("RMSNorm", "")
+    site.change(Edits())
+    assert "_normalize" in functions_of(model)
+    torch.testing.assert_close(model(x), expected)
+    assert sites(norms.inline_norms, OtherRows(), x) == []
+
+
+@pytest.mark.slow
+def test_patterns_in_captured_graphs() -> None:
+    counts: list[dict[str, int]] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        counts.append(rewrite_graph(module))
+        return module.forward
+
+    torch._dynamo.reset()
+    model, x = WrittenAttention(), torch.randn(2, 6, 8)
+    result = torch.compile(model, backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(result, model(x))
+    assert counts == [{"attention": 1}]
+    graph = torch.fx.symbolic_trace(Packed()).graph
+    assert list(mlp.Gates(children={})(graph)) == [""]
 
 
 def test_traceable_functions_run_on_tensors() -> None:

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -168,10 +168,10 @@ def rotaries(run: ModelRun) -> Iterator[Site]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Attention:
+class WrittenAttention:
     """Rewrites softmax(q @ k^T * scale + mask) @ v in the graph of a forward."""
 
-    dropouts: dict[str, nn.Dropout]
+    dropouts: Mapping[str, nn.Module]
     """The children that are dropouts, by path."""
     causal_up_to: int = 0
     """Up to as many tokens the masks are causal ones, which the kernel makes itself."""
@@ -345,11 +345,11 @@ def attentions(run: ModelRun) -> Iterator[Site]:
             traced = trace_forward(own_forward(run, call), call.module.training)
         except UsageError:
             continue
-        rewrite = _Attention(dropouts=dropouts)
+        rewrite = WrittenAttention(dropouts=dropouts)
         if not list(rewrite(traced.graph)):
             continue
         tokens = _causal_tokens(run, call, rewrite)
-        rewrite = _Attention(dropouts=dropouts, causal_up_to=tokens)
+        rewrite = WrittenAttention(dropouts=dropouts, causal_up_to=tokens)
         yield Site(
             call=call, what=f"attention written out{', causal' if tokens else ''}",
             skip=confirm_rewrite(run, call, rewrite, keep=dropouts) or "",
@@ -357,7 +357,7 @@ def attentions(run: ModelRun) -> Iterator[Site]:
         )  # fmt: skip
 
 
-def _causal_tokens(run: ModelRun, call: ModuleCall, rewrite: _Attention) -> int:
+def _causal_tokens(run: ModelRun, call: ModuleCall, rewrite: WrittenAttention) -> int:
     """The number of tokens for which masks were seen to be causal; 0 if they are not, or depend on arguments."""
     traced = trace_forward(own_forward(run, call), call.module.training)
     list(rewrite(traced.graph))

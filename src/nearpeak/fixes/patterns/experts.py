@@ -73,33 +73,36 @@ def _recognize(module: nn.Module, tensors: dict[int | str, Tensor], parameters: 
                     match = Experts(
                         x=x, weights=weights, experts=experts, gate_up=gate_up, down=down, activation=activation
                     )  # fmt: skip
-                    if any(_confirm(module, original, match, tensors, dtype) for dtype in _DTYPES):
+                    if _confirm(module, original, match, tensors):
                         return match
     return None
 
 
-def _confirm(
-    module: nn.Module, original: Forward, match: Experts, tensors: dict[int | str, Tensor], dtype: torch.dtype
-) -> bool:
+def _confirm(module: nn.Module, original: Forward, match: Experts, tensors: dict[int | str, Tensor]) -> bool:
     gate_up = module._parameters[match.gate_up]
     assert gate_up is not None
     (count, _, columns), choices = gate_up.shape, tensors[match.experts].shape[1]
     draws = Draws(gate_up.device)
-    copy = bare_copy(module, draws, dtype)
-    drawn: dict[int | str, Any] = {
-        match.x: draws.normal(_TOKENS, columns, dtype=dtype),
-        match.weights: draws.normal(_TOKENS, choices, dtype=dtype).sigmoid(),
-        match.experts: draws.permutations(_TOKENS, count, choices),
-    }
-    args = tuple(drawn[key] for key in sorted(key for key in drawn if isinstance(key, int)))
-    kwargs = {key: value for key, value in drawn.items() if isinstance(key, str)}
-    return agree(
-        lambda *args, **kwargs: original(copy, *args, **kwargs),
-        lambda *args, **kwargs: match(copy, given_arguments(args, kwargs)),
-        [(args, kwargs)],
-        copy.parameters(),
-        dtype=dtype,
-    )
+    for dtype in _DTYPES:
+        copy = bare_copy(module, draws, dtype)
+        drawn: dict[int | str, Any] = {
+            match.x: draws.normal(_TOKENS, columns, dtype=dtype),
+            match.weights: draws.normal(_TOKENS, choices, dtype=dtype).sigmoid(),
+            match.experts: draws.permutations(_TOKENS, count, choices),
+        }
+        args = tuple(drawn[key] for key in sorted(key for key in drawn if isinstance(key, int)))
+        kwargs = {key: value for key, value in drawn.items() if isinstance(key, str)}
+        own = partial(original, copy)
+        if not agree(own, own, [(args, kwargs)], gradients=False, dtype=dtype):
+            continue  # it does not run in this dtype
+        return agree(
+            own,
+            lambda *args, copy=copy, **kwargs: match(copy, given_arguments(args, kwargs)),
+            [(args, kwargs)],
+            copy.parameters(),
+            dtype=dtype,
+        )
+    return False
 
 
 def experts_forward(match: Experts, module: nn.Module) -> Forward:

@@ -173,7 +173,7 @@ def _recognize_function(function: FunctionCall) -> str | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Gates:
+class Gates:
     """Rewrites `activation(gate) * up` in the graph of a forward."""
 
     children: dict[str, str]
@@ -263,7 +263,7 @@ def gated_activations(run: ModelRun) -> Iterator[Site]:
             for child in own_children(run, call)
             if not has_hooks(child.module) and (name := recognize_activation(child)) is not None
         }
-        rewrite = _Gates(children=children)
+        rewrite = Gates(children=children)
         try:
             traced = trace_forward(own_forward(run, call), call.module.training)
         except UsageError:

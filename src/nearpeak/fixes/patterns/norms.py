@@ -27,6 +27,8 @@ from nearpeak.fixes.patterns.confirm import (
     kind_of,
 )
 from nearpeak.fixes.patterns.dataflow import (
+    CASTS,
+    argument,
     child_name,
     children_of,
     numbers_of,
@@ -35,8 +37,10 @@ from nearpeak.fixes.patterns.dataflow import (
     own_children,
     own_forward,
     set_rewritten_forward,
+    tensor_of,
     trace_forward,
     traceable,
+    without_casts,
 )
 from nearpeak.fixes.registry import ModelRun, ModuleCall, Site, fix
 from nearpeak.kernels._runtime.policy import autocast_dtype
@@ -205,6 +209,119 @@ def norms(run: ModelRun) -> Iterator[Site]:
 
 def _replace(norm: Norm, module: nn.Module, edits: Edits) -> None:
     edits.set_forward(module, norm_forward(norm, module))
+
+
+class InlineNorms:
+    """Rewrites x * rsqrt(mean(x ** 2) + eps) * weight in a graph."""
+
+    def __call__(self, graph: fx.Graph) -> Iterable[str]:
+        for node in list(graph.nodes):
+            match = _normalized(node)
+            if match is None:
+                continue
+            x, eps = match
+            last, weight, offset = _weighted(node, x)
+            result, given = tensor_of(last), tensor_of(x)
+            if result is None or given is None or result.dtype != given.dtype:
+                continue
+            with graph.inserting_before(last):
+                new = graph.call_function(normalize, (x, weight, eps, offset))
+            new.meta = dict(last.meta)
+            last.replace_all_uses_with(new)
+            graph.erase_node(last)
+            yield ""
+
+
+def _normalize(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
+    return kernels.rms_norm(x, weight, eps=eps, offset=offset)
+
+
+normalize = traceable(_normalize)
+
+
+def _normalized(node: fx.Node) -> tuple[fx.Node, float] | None:
+    """x and eps, if a node is x over the root of the mean of its squares."""
+    name = op_name(node)
+    if name not in ("mul", "div") or len(node.args) != 2:
+        return None
+    orders = (node.args,) if name == "div" else (node.args, node.args[::-1])
+    for rows, root in orders:
+        if not isinstance(rows, fx.Node) or not isinstance(root, fx.Node):
+            continue
+        power = op_name(root) == "pow" and argument(root, 1, "exponent")
+        is_inverse = op_name(root) == "rsqrt" or power == -0.5
+        if not (is_inverse if name == "mul" else op_name(root) == "sqrt" or power == 0.5):
+            continue
+        total = root.args[0]
+        if op_name(total) != "add" or not isinstance(total, fx.Node) or len(total.args) != 2:
+            continue
+        mean, eps = total.args if isinstance(total.args[0], fx.Node) else total.args[::-1]
+        squares = _mean_of(mean)
+        if squares is None or not isinstance(eps, float):
+            continue
+        squared = squares.args[0]
+        is_square = op_name(squares) == "pow" and (squares.target == "square" or argument(squares, 1, "exponent") == 2)
+        is_product = op_name(squares) == "mul" and squares.args[0] is squares.args[1]
+        if squared is rows and (is_square or is_product):
+            source = without_casts(rows)
+            return (source if isinstance(source, fx.Node) else rows), eps
+    return None
+
+
+def _mean_of(node: Any) -> fx.Node | None:
+    """What a mean over the last dimension is taken of."""
+    if op_name(node) != "mean" or not argument(node, 2, "keepdim", False):
+        return None
+    dim = argument(node, 1, "dim")
+    dims = list(dim) if isinstance(dim, (list, tuple)) else [dim]
+    given = tensor_of(node.args[0])
+    is_last = dims == [-1] or (given is not None and dims == [given.dim() - 1])
+    return node.args[0] if is_last and isinstance(node.args[0], fx.Node) else None
+
+
+def _weighted(node: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node | None, float]:
+    """The last node of a norm, with its weight, if it has one, and what is added to that."""
+    end, weight, offset = node, None, 0.0
+    columns = None if tensor_of(x) is None else tensor_of(x).shape[-1]  # type: ignore[union-attr]
+    while len(end.users) == 1:
+        user = next(iter(end.users))
+        if op_name(user) in CASTS and user.args[0] is end:
+            end = user
+            continue
+        others = [value for value in user.args if value is not end]
+        if op_name(user) != "mul" or weight is not None or len(others) != 1 or len(user.args) != 2:
+            break
+        factor, plus = without_casts(others[0]), 0.0
+        if op_name(factor) == "add" and 1.0 in factor.args:
+            factor, plus = without_casts(next(value for value in factor.args if value != 1.0)), 1.0
+        size = tensor_of(factor)
+        if size is None or tuple(size.shape) != (columns,):
+            break
+        end, weight, offset = user, factor, plus
+    return end, weight, offset
+
+
+@fix("inline-norm", "norms inside of a forward as one kernel", order=21)
+def inline_norms(run: ModelRun) -> Iterator[Site]:
+    """Forwards that normalize rows among other things."""
+    rewrite = InlineNorms()
+    for call in run.calls:
+        if not any("rsqrt" in name or "sqrt" in name or ".pow" in name for name in call.ops):
+            continue
+        if recognize_norm(call) is not None:
+            continue
+        try:
+            traced = trace_forward(own_forward(run, call), call.module.training)
+        except UsageError:
+            continue
+        count = len(list(rewrite(traced.graph)))
+        if count:
+            yield Site(
+                call=call,
+                what="RMSNorm" if count == 1 else f"{count} RMSNorms",
+                skip=confirm_rewrite(run, call, rewrite, keep=()) or "",
+                change=partial(set_rewritten_forward, own_forward(run, call), rewrite),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
