@@ -85,6 +85,18 @@ def test_a_fix_that_is_not_faster_is_rolled_back_with_its_figure(ratio, words, m
     assert state_of(model) == before
 
 
+def test_a_large_batch_is_proven_on_a_part_and_compared_in_full(faster):
+    model, batch = make_model(), make_batch(rows=3, length=150)
+    labels = torch.randint(50, (3, 150))
+    with registered("norm", torch_norm) as id:
+        report = nearpeak.fix(
+            model, *batch, only=[id], loss=lambda logits: functional.cross_entropy(logits.transpose(1, 2), labels)
+        ).report
+    references = {error.what.partition(", ")[2]: error.reference for error in report.errors}
+    assert references["the batch"] == "float64"
+    assert references["all of the batch"] == "original"
+
+
 @pytest.mark.slow
 def test_as_fast_with_less_memory_is_kept(monkeypatch):
     less = dataclasses.replace(speed(1.0), memory_before=10e9, memory_after=6e9)

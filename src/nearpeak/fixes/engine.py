@@ -42,10 +42,12 @@ from nearpeak.fixes.verify import (
     check_causality,
     floating,
     problem,
+    reduced,
     relative_error,
     run_error,
     variants,
 )
+from nearpeak.fixes.verify import run as run_module
 from nearpeak.machines.machine import Machine
 from nearpeak.measure.bench import quiet_collector
 from nearpeak.measure.compare import CONFIDENCE, verdict
@@ -54,12 +56,13 @@ from nearpeak.measure.statistics import median, signed_rank_center
 from nearpeak.ops.op import Op
 from nearpeak.trace.cuda_ops.target import target_of
 from nearpeak.trace.trace import trace
+from nearpeak.units import seconds
 
 MARGIN = 0.01
 """A change of the step by less than this share is none."""
 NEAR_BOUND = 0.95
 """A site whose expected time is within this share of its bound is left alone."""
-LOOKS = (8, 12, 16, 24, 32, 48)
+LOOKS = (7, 10, 16, 24, 32, 48)
 """Numbers of pairs after which the interval is looked at: at each look it may end."""
 MAX_SECONDS = 6.0
 """Per comparison, beyond the pairs of the first look."""
@@ -254,6 +257,8 @@ class _Engine:
         self.original: nn.Module | None = None
         """A copy of the model as it was; None where there is no memory for it."""
         self.reference: Reference | None = None
+        self.proof = self._batch()
+        """The part of the batch that is compared with a wide reference."""
 
     @property
     def edits(self) -> list[Edits]:
@@ -291,7 +296,11 @@ class _Engine:
             if self._try(each, run):
                 run = self.observe()
         final = self._verify_together()
-        speed = self._measure([each.edits for each in self.kept]) if self.kept else None
+        speed = None
+        if len(self.kept) == 1:
+            speed = next(each.speed for each in self.results if each.status == "kept")
+        elif self.kept:
+            speed = self._measure([each.edits for each in self.kept])
         self._note_kernels()
         return FixReport(
             model=type(self.model).__name__,
@@ -326,7 +335,13 @@ class _Engine:
             raise UsageError(f"The model cannot be copied for a comparison: {run_error(error)}.") from error
         self.reference = Reference(self.original, scalar=self.loss)
         try:
-            self.reference.probe(self._batch())
+            try:
+                self.reference.probe(reduced(self._batch()))
+                self.proof = reduced(self._batch())
+            except NearpeakError:
+                raise
+            except Exception:  # a model need not take a part of its batch
+                self.reference.probe(self._batch())
         except NearpeakError:
             raise
         except Exception as error:
@@ -353,6 +368,7 @@ class _Engine:
             return False
         if not found:
             return False
+        started = time.perf_counter()
         self.say(f"{tried.id}: {_count(found, 'site')}")
         self.pending = edits = Edits()
         changed: list[Site] = []
@@ -378,6 +394,7 @@ class _Engine:
                 _site_record(tried, site, "replaced" if is_kept else "rolled back", "" if is_kept else result.why)
             )
         self.pending = None
+        self.say(f"{tried.id}: {result.status} after {seconds(time.perf_counter() - started)}")
         if is_kept:
             self.kept.append(_Kept(tried, edits, changed))
         else:
@@ -441,13 +458,19 @@ class _Engine:
             assert call is not None
             with edits.suspended():
                 original = copy.deepcopy(call.module)
-            errors += _check_module(original, copy.deepcopy(call.module), inputs, self.trains)
+            changed_copy = copy.deepcopy(call.module)
+            try:
+                part = reduced(inputs)
+                run_module(original, part)
+            except Exception:  # a module need not take a part of its inputs
+                part = inputs
+            errors += _check_module(original, changed_copy, part, self.trains)
             if problem(errors):
                 return errors
         if any(site.call is None for site in changed) and self.optimizer is not None:
             errors += _check_optimizer(self.optimizer, edits)
         if self.reference is not None:
-            errors += self.reference.check(self.model, self._batch(), self._omits(tried))
+            errors += self.reference.check(self.model, self.proof, self._omits(tried))
         return errors
 
     def _predict(self, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> tuple[float | None, bool]:
@@ -504,12 +527,14 @@ class _Engine:
                 self.say("verifying the whole model")
                 autocast = all(each.dtype == torch.float32 for each in self.model.parameters())
                 omits = self._omits()
-                errors += self.reference.check(self.model, self._batch(), omits)
+                errors += self.reference.check(self.model, self.proof, omits)
+                if self.proof.args is not self.args or self.proof.kwargs is not self.kwargs:
+                    errors += self.reference.check_all(self.model, self._batch(), omits)
                 with torch.compiler.set_stance("force_eager"):  # else each size and mode would be compiled anew
-                    drawn = variants(self.args, self.kwargs, trains=self.trains, autocast=autocast)
+                    drawn = variants(self.proof.args, self.proof.kwargs, trains=self.trains, autocast=autocast)
                     for inputs in itertools.islice(drawn, 1, None):
                         errors += self.reference.check(self.model, inputs, omits)
-                    errors += check_causality(self.original, self.model, self._batch())
+                    errors += check_causality(self.original, self.model, self.proof)
             wrong = "" if any(each.fix.changes_numerics for each in self.kept) else problem(errors)
             if not wrong:
                 return errors
@@ -608,9 +633,10 @@ def time_in_turns(
         return times
 
     first_s = block(1)
-    memory = [_peak_memory(backend, index, partial(both, partial(block, 2), [way])) for way in (0, 1)]
-    first = both(lambda: block(1), (0, 1))
-    calls = max(1, math.ceil(BLOCK_SECONDS / max(min(first), 1e-9)))
+    both(partial(block, 1), [0])
+    warm = [_with_peak_memory(backend, index, partial(both, partial(block, 1), [way])) for way in (0, 1)]
+    memory = [peak for _, peak in warm]
+    calls = max(1, math.ceil(BLOCK_SECONDS / max(min(max(times) for times, _ in warm), 1e-9)))
     chance = random.Random(seed)
     pairs: list[list[float]] = []
     started = time.perf_counter()
@@ -645,13 +671,11 @@ def _allocated(device: torch.device) -> float:
     return 0.0 if current is None else current[0]
 
 
-def _peak_memory(backend: Any, index: int, run: Callable[[], object]) -> float | None:
+def _with_peak_memory(backend: Any, index: int, run: Callable[[], list[float]]) -> tuple[list[float], float | None]:
     if not isinstance(backend, GpuBackend):
-        run()
-        return None
+        return run(), None
     torch.cuda.reset_peak_memory_stats(index)
-    run()
-    return backend.peak_allocated_bytes(index)
+    return run(), backend.peak_allocated_bytes(index)
 
 
 class _Step:

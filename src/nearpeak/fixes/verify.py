@@ -39,6 +39,8 @@ LARGEST_NOISE = 0.05
 SPREAD_RATIO = 1.3
 """By which the spread of random results, as of dropout, may differ."""
 ODD_LENGTH = 37
+MOST_ROWS, MOST_POSITIONS = 2, 128
+"""Of inputs that are compared with a wide reference."""
 MOST_KEPT_BYTES = 2**33
 """Of results that are kept for the comparison of further fixes."""
 SEED = 20_240_917
@@ -215,6 +217,9 @@ class Reference:
         """By which two runs of the original on the same inputs differ."""
         self.is_random = False
         """Whether results depend on the seed, as with dropout in training mode."""
+        self._wide: dict[torch.dtype, nn.Module] = {}
+        self._own: dict[str, float] = {}
+        """The largest errors of the original so far, of outputs and of gradients."""
         self._no_room: dict[torch.dtype, int] = {}
         """Inputs of so many elements had no room in a wider precision."""
         self._batch: tuple[Inputs, Results, Width, Results] | None = None
@@ -222,15 +227,20 @@ class Reference:
 
     def probe(self, inputs: Inputs) -> None:
         """Measures the noise of the original. UsageError where it is too large to compare anything."""
-        first, second = (run(self._original, inputs, scalar=self._scalar) for _ in range(2))
-        self.noise = _largest(first, second)
+        scalar = self._scalar
+        try:
+            first = run(self._original, inputs, scalar=scalar)
+        except Exception:  # the labels of a loss are of the whole batch
+            scalar = None
+            first = run(self._original, inputs)
+        self.noise = _largest(first, run(self._original, inputs, scalar=scalar))
         if not self.noise <= LARGEST_NOISE:
             raise UsageError(
                 f"Two runs of the model on the same batch and seed differ by {self.noise:.2g} of their norm: its "
                 "results are not repeatable, and a change of it cannot be verified. Make them so "
                 "(torch.use_deterministic_algorithms, no state that grows), or pass a smaller part of the model."
             )
-        other_seed = run(self._original, inputs, scalar=self._scalar, seed=SEED + 1)
+        other_seed = run(self._original, inputs, scalar=scalar, seed=SEED + 1)
         self.is_random = _largest(first, other_seed) > 10 * self.noise + 1e-6
 
     def check(self, changed: nn.Module, inputs: Inputs, omits: Collection[str] = ()) -> list[Errors]:
@@ -264,6 +274,30 @@ class Reference:
         )
         return list(_compare(inputs.name, width, wide, original, fixed, self.noise, narrowest, omits))
 
+    def check_all(self, changed: nn.Module, inputs: Inputs, omits: Collection[str] = ()) -> list[Errors]:
+        """The errors against the original itself, on inputs that are too large for a wide reference.
+
+        Both round, so that they may differ by `SMALL_FACTOR` times the largest error of the original so far.
+        """
+        if self.is_random:
+            inputs = replace(inputs, training=False)
+        original = run(self._original, inputs, scalar=self._scalar)
+        fixed = run(changed, inputs, scalar=self._scalar)
+        name = f"all of {inputs.name}"
+        errors = _compare(name, "original", original, original, fixed, self.noise, self._narrowest(), omits)
+        limits = {kind: SMALL_FACTOR * own for kind, own in self._own.items()}
+        return [
+            replace(
+                each,
+                allowed=max(each.allowed, limits.get("output" if each.what.startswith("output") else "gradient", 0.0)),
+            )
+            for each in errors
+        ]
+
+    def _narrowest(self) -> float:
+        dtypes = {each.dtype for each in self._original.parameters() if each.is_floating_point()}
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
+
     def _reference(self, inputs: Inputs, original: Results, scalar: Scalar | None) -> tuple[Width, Results]:
         """The results in the widest precision in which the original runs on these inputs."""
         elements = sum(
@@ -276,11 +310,13 @@ class Reference:
             if dtype == torch.float32 and all(each.dtype == dtype for each in self._original.parameters()):
                 continue
             try:
-                copied = copy.deepcopy(self._original).to(dtype)
-                return name, run(copied, inputs, scalar=scalar, width=dtype)
+                if dtype not in self._wide:
+                    self._wide[dtype] = copy.deepcopy(self._original).to(dtype)
+                return name, run(self._wide[dtype], inputs, scalar=scalar, width=dtype)
             except Exception as error:  # an operator without a kernel for it, for example
                 if isinstance(error, torch.OutOfMemoryError):
                     self._no_room[dtype] = elements
+                    self._wide.pop(dtype, None)
                     torch.cuda.empty_cache()
         return "original", original
 
@@ -300,6 +336,10 @@ class Reference:
                 reference="original",
             )
         ]
+
+
+def _kind(errors: Errors) -> str:
+    return "output" if errors.what.startswith("output") else "gradient"
 
 
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
@@ -428,6 +468,24 @@ def variants(
             changed = _scaled(user, scale)
             if changed is not None:
                 yield replace(user, name=f"inputs times {scale:g}", **changed)
+
+
+def reduced(inputs: Inputs) -> Inputs:
+    """The first rows and positions of large inputs: a float64 reference of all of them would take minutes.
+
+    >>> tokens = torch.zeros(8, 4096, dtype=torch.long)
+    >>> reduced(Inputs(name="the batch", args=(tokens,), kwargs={})).args[0].shape
+    torch.Size([2, 128])
+    """
+    sizes = _sizes(inputs.args, inputs.kwargs)
+    if sizes is None:
+        return inputs
+    rows, length = sizes
+    most_rows = MOST_ROWS if length is not None or rows <= MOST_POSITIONS else MOST_ROWS * MOST_POSITIONS
+    kept = None if length is None or length <= MOST_POSITIONS else MOST_POSITIONS
+    if rows <= most_rows and kept is None:
+        return inputs
+    return replace(inputs, **_sliced(inputs, rows, min(rows, most_rows), None if kept is None else length, kept or 0))
 
 
 def _sizes(args: Any, kwargs: Any) -> tuple[int, int | None] | None:
