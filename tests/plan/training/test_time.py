@@ -14,6 +14,7 @@ from nearpeak.plan.models.model import forward_flops
 from nearpeak.plan.training.efficiency import Efficiency, gemm_rate, load_efficiency
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.memory import memory_by_stage
 from nearpeak.plan.training.time import PARTS, Planner, TrainingTime, hidden_behind, training_time
 
 
@@ -169,3 +170,58 @@ def test_an_optimizer_sharded_inside_a_node_talks_less_across_nodes() -> None:
     everywhere = training_time(replace(job(**fields), software="eager"), cluster)
     inside = training_time(replace(job(shard_group=8, **fields), software="eager"), cluster)
     assert inside.tokens_per_second > 1.1 * everywhere.tokens_per_second
+
+
+def published(name: str, sequence: int, precision: str, year: float, **layout: object) -> Job:
+    return Job(
+        model=get_model(name),
+        layout=Layout(**layout),  # type: ignore[arg-type]
+        sequence=sequence,
+        precision=precision_named(precision),
+        year=year,
+    )
+
+
+def test_llama_405b_as_it_was_published_fits_and_is_as_fast() -> None:
+    """arXiv:2407.21783, table 4: TP 8, PP 16, DP 128, 16 million tokens, 400 TFLOP/s per GPU, 41 % MFU."""
+    cluster = Cluster.of("h100-sxm x 16384")
+    job = published(
+        "llama-3.1-405b", 8192, "bf16-fp32-grads", 2024.5,
+        gpus=16384, tp=8, pp=16, virtual=8, global_batch=2048, sharding="zero2", overlap_tensor=True,
+    )  # fmt: skip
+    step = training_time(job, cluster)
+    assert step.mfu == pytest.approx(0.41, rel=0.12)
+    assert cluster.machine.memory_bytes is not None
+    assert max(stage.total for stage in memory_by_stage(job)) <= cluster.machine.memory_bytes
+
+
+def test_deepseek_v3_as_it_was_published_is_as_fast() -> None:
+    """arXiv:2412.19437: 180,000 H800 hours for a trillion tokens, DualPipe, at most 4 nodes for a token."""
+    job = published(
+        "deepseek-v3", 4096, "fp8-row", 2024.9,
+        gpus=2048, pp=16, ep=64, global_batch=15360, schedule="dualpipe", routed_nodes=4,
+        recompute=("norm", "mla_up", "feed_activation"),
+    )  # fmt: skip
+    job = replace(job, model=replace(job.model, predictions=1))  # one more token was predicted in training
+    step = training_time(job, Cluster.of("h800-sxm x 2048"))
+    assert step.tokens_per_second_per_gpu == pytest.approx(1e12 / (180e3 * 3600), rel=0.12)
+
+
+def test_gradients_of_an_interleaved_piece_are_reduced_once_for_all_its_microbatches() -> None:
+    cluster = Cluster.of("h100-sxm x 64")
+    fields = {"gpus": 64, "tp": 4, "pp": 4, "global_batch": 64, "sharding": "zero2"}
+    plain, pieces = (
+        training_time(published("llama-3-70b", 8192, "bf16", 2026.0, virtual=virtual, **fields), cluster)
+        for virtual in (1, 4)
+    )
+    total = [step.parts["data"] + step.hidden["data"] for step in (plain, pieces)]
+    assert total[1] < 0.5 * total[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"pp": 3}, {"pp": 4, "virtual": 2, "global_batch": 32}, {"routed_nodes": -1}, {"pp": 16, "virtual": 9}]
+)
+def test_schedules_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
+    fields = {"gpus": wrong.get("pp", 2), "global_batch": 16, "schedule": "dualpipe"} | wrong
+    with pytest.raises(UsageError):
+        published("llama-3.1-405b", 4096, "bf16", 2026.0, **fields)

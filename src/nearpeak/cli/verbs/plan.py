@@ -51,6 +51,7 @@ LAYOUT_OPTIONS = (
     "etp",
     "sharding",
     "shard_group",
+    "routed_nodes",
     "recompute",
     "recompute_share",
     "offload",
@@ -105,10 +106,11 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         ("etp", "tensor parallel inside an expert"),
     ):
         group.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
-    group.add_argument("--schedule", metavar="NAME", help="1f1b, interleaved or zero-bubble (1f1b)")
+    group.add_argument("--schedule", metavar="NAME", help="1f1b, interleaved, zero-bubble or dualpipe (1f1b)")
     group.add_argument(
         "--sharding", metavar="NAME", help="none, zero1, zero2, shard_grad_op, zero3 (FSDP) or hsdp (zero1)"
     )
+    group.add_argument("--routed-nodes", type=whole_number, metavar="N", help="nodes that a token is routed to (any)")
     group.add_argument("--shard-group", type=whole_number, metavar="N", help="hsdp: ranks that share one copy")
     group.add_argument(
         "--recompute",

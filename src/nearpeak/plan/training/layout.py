@@ -18,7 +18,7 @@ from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.legal import nearest_divisor, require_positive
 from nearpeak.plan.models.model import Model, count_parameters
 
-Schedule = Literal["1f1b", "interleaved", "zero-bubble"]
+Schedule = Literal["1f1b", "interleaved", "zero-bubble", "dualpipe"]
 Sharding = Literal["none", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp"]
 """Of data-parallel ranks. "zero2" has all weights at all times and gathers them once per step; "shard_grad_op" (FSDP
 without resharding after the forward pass) gathers them for every microbatch and keeps them until its backward pass."""
@@ -49,6 +49,10 @@ class Layout:
     split: tuple[int, ...] = ()
     """Layers of each pipeline stage, where they are not equal."""
     schedule: Schedule = "1f1b"
+    """"dualpipe": microbatches enter at both ends, and the exchange of experts of one passes while another is computed;
+    every rank has the weights of two stages (arXiv:2412.19437)."""
+    routed_nodes: int = 0
+    """Nodes that a token is routed to at most (node-limited routing); 0: any number."""
     ep: int = 1
     etp: int = 1
     """Tensor parallelism inside an expert."""
@@ -86,6 +90,13 @@ class Layout:
         _require_multiple("tp x cp x pp", self.tp * self.cp * self.pp, "gpus", self.gpus)
         if self.ep * self.etp > 1:
             _require_multiple("ep x etp x pp", self.ep * self.etp * self.pp, "gpus", self.gpus)
+        if self.routed_nodes < 0:
+            raise UsageError(f"routed_nodes={self.routed_nodes} must be 0 or more. Nearest: routed_nodes=0.")
+        if self.schedule == "dualpipe" and (self.pp % 2 or self.virtual > 1):
+            raise UsageError(
+                f"schedule='dualpipe' needs an even pp and virtual=1, and pp={self.pp}, virtual={self.virtual}. "
+                f"Nearest: pp={self.pp + self.pp % 2}, virtual=1."
+            )
         if self.virtual > 1 and self.pp == 1:
             raise UsageError(f"virtual={self.virtual} needs a pipeline, and pp=1. Nearest: virtual=1.")
         if self.split and (len(self.split) != self.pp or self.virtual > 1 or min(self.split) < 0):
@@ -145,8 +156,12 @@ class Layout:
             _require_divisor("tp", self.tp, f"the {model.ssm_heads} state-space heads of {model.name}", model.ssm_heads)
         if "D" in model.feeds:
             _require_divisor("tp", self.tp, f"the intermediate width {model.intermediate}", model.intermediate)
-        if self.pp * self.virtual > model.layers:
-            field, limit = ("virtual", model.layers // self.pp) if self.pp <= model.layers else ("pp", model.layers)
+        # the first and the last piece of an interleaved pipeline may have the embedding and the output layer alone
+        empty = 2 if self.virtual > 1 and self.pp <= model.layers else 0
+        if self.pp * self.virtual > model.layers + empty:
+            field, limit = (
+                ("virtual", (model.layers + empty) // self.pp) if self.pp <= model.layers else ("pp", model.layers)
+            )
             raise UsageError(
                 f"{field}={getattr(self, field)}: pp x virtual = {self.pp * self.virtual} is more than the "
                 f"{model.layers} layers of {model.name}. Nearest: {field}={max(1, limit)}."

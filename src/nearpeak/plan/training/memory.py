@@ -164,9 +164,13 @@ def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
     expert_ranks = 1 if sharding == "none" else max(1, min(layout.edp, ranks))
     shard = dense / ranks + experts / expert_ranks
     parameters = (shard if sharding in ("zero3", "hsdp") else weights) * precision.parameters
+    if layout.schedule == "dualpipe":  # two stages, one for each direction
+        parameters *= 2
     if sharding == "shard_grad_op":  # the shards in full precision, and all weights as they were gathered
         parameters = shard * precision.parameters + weights * precision.wire
     gradients = (weights if sharding in ("none", "zero1") else shard) * precision.gradients * job.trainable
+    if sharding == "zero2" and layout.virtual > 1:  # the piece that is running has its gradients whole
+        gradients += weights / layout.virtual * precision.gradients * job.trainable
     optimizer = shard * precision.optimizer * job.trainable
     if layout.offload != "none":
         optimizer = 0.0

@@ -447,8 +447,11 @@ def _expert_degrees(model: Model, gpus: int) -> list[int]:
 
 
 def _virtual(layers: int, pp: int, pieces: int) -> range:
-    """Pieces of a stage: one; and where the microbatches allow interleaving, up to a layer each."""
-    return range(1, layers // pp + 1) if pp > 1 and pieces % pp == 0 else range(1, 2)
+    """Pieces of a stage: one; and where the microbatches allow interleaving, up to a layer each.
+
+    The first and the last piece may have no layer, but the embedding and the output layer.
+    """
+    return range(1, (layers + 2) // pp + 1) if pp > 1 and pieces % pp == 0 else range(1, 2)
 
 
 def _shardings(dp: int, cp: int, pp: int, domain: int) -> list[tuple[Sharding, int]]:

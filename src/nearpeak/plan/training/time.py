@@ -59,8 +59,13 @@ PARTS = (
 """Names of the parts of a step, in the order in which they are shown."""
 RECOMPUTED_TENSOR, RECOMPUTED_CONTEXT, RECOMPUTED_EXPERTS = 1 / 2, 1 / 3, 1 / 2
 """Communication that full recomputation adds: the forward pass has half of it, and a third of the ring's."""
-ZERO_BUBBLE = 3.0
-"""The bubble of 1F1B over that of ZB-H1, (p - 1)(T_F + T_B - T_W) where all three are equal (arXiv:2401.10241)."""
+BUBBLES = {"zero-bubble": 3.0, "dualpipe": 3.0}
+"""The bubble of 1F1B, (p - 1)(F + B + W), over that of other schedules, with forward passes F, backward passes B for
+inputs and W for weights that take the same time. ZB-H1: (p - 1)(F + B - W) (arXiv:2401.10241). DualPipe:
+(p/2 - 1)(FB + B' - 3W) with FB = 3 and B' = 2 times F (arXiv:2412.19437), a third for long pipelines."""
+EXCHANGE_MULTIPROCESSORS = 20 / 132
+"""Share of a GPU's multiprocessors that an overlapped exchange of experts occupies: DeepSeek-V3's kernels on an H800
+(arXiv:2412.19437, section 3.2.2)."""
 OFFLOAD_SHARE = 0.8
 """Share of the PCIe bandwidth at which offloaded optimizer states move. Assumed."""
 LAUNCH_SHARPNESS = 4.0
@@ -182,9 +187,7 @@ class Planner:
             total += count * each
             if microbatches * each + once > slowest:
                 slowest, pace = microbatches * each + once, each
-        bubble = (total - pace) / virtual
-        if job.layout.schedule == "zero-bubble":
-            bubble /= ZERO_BUBBLE
+        bubble = (total - pace) / virtual / BUBBLES.get(job.layout.schedule, 1.0)
         return (slowest + bubble + self.efficiency.step) * (1 + self._straggle(job))
 
     def time(self, job: Job) -> TrainingTime:
@@ -192,8 +195,7 @@ class Planner:
         stages, layout = self.stages(job), job.layout
         slowest = max((stage for stage, _ in stages), key=lambda stage: stage.step(layout.microbatches))
         bubble = (sum(count * stage.microbatch for stage, count in stages) - slowest.microbatch) / layout.virtual
-        if layout.schedule == "zero-bubble":
-            bubble /= ZERO_BUBBLE
+        bubble /= BUBBLES.get(layout.schedule, 1.0)
         parts, hidden = self._parts(job, slowest, bubble)
         model_flops, recomputed_flops = self._token_flops(job)
         theoretical = self.cluster.machine.theoretical
@@ -291,6 +293,10 @@ class Planner:
         tensor_exposed = tensor * (constants.tensor_exposed if layout.overlap_tensor else 1.0)
         context_exposed = context * constants.context_exposed
         experts_exposed = experts * (constants.expert_exposed if layout.overlap_experts else 1.0)
+        if layout.schedule == "dualpipe":
+            # the exchange takes multiprocessors from the computation that it hides behind
+            hidden = hidden_behind(experts, compute.total + recompute)
+            experts_exposed = experts - hidden + hidden * EXCHANGE_MULTIPROCESSORS
 
         # the device waits for the host, which launches kernels and learns where tokens went
         busy = compute.total + recompute + tensor_exposed + context_exposed + experts_exposed
@@ -331,7 +337,8 @@ class Planner:
         layout, model = job.layout, job.model
         key = (
             model, job.sequence, job.precision.name, job.software, job.year, job.trainable, layout.tp,
-            layout.sequence_parallel, layout.cp, layout.microbatch, layout.ep, layout.etp, _accumulates(job),
+            layout.sequence_parallel, layout.cp, layout.microbatch, layout.ep, layout.etp, layout.routed_nodes,
+            _accumulates(job),
         )  # fmt: skip
         if key not in self._layers:
             rates, collectives = self._rates_for(job), self.collectives
@@ -818,10 +825,13 @@ def _deduplicated_share(job: Job, domain: int) -> float:
     """
     layout, model = job.layout, job.model
     domains = max(1, -(-layout.ep * layout.etp // domain))
-    if domains == 1 or job.year < DEDUPLICATED_YEAR:
+    if domains == 1 or (job.year < DEDUPLICATED_YEAR and not layout.routed_nodes):
         return 1.0
     plain = model.active_experts * (domains - 1) / domains
-    return (domains - 1) * (1 - (1 - 1 / domains) ** model.active_experts) / plain
+    reached = domains * (1 - (1 - 1 / domains) ** model.active_experts)
+    if layout.routed_nodes:
+        reached = min(reached, float(layout.routed_nodes))
+    return reached * (domains - 1) / domains / plain
 
 
 def pipeline_seconds(job: Job, collectives: TrainingCollectives) -> float:
@@ -875,7 +885,9 @@ def data_seconds(job: Job, collectives: TrainingCollectives, stage: Stage) -> Da
             if job.software == "unfused" and layout.recomputes("layer"):
                 times += 1  # early ZeRO-3 released the weights between recomputing a layer and its backward pass
             result.gather_each += times * collectives.in_pieces(count, "all_gather", parameters, inside, stride)
-            result.scatter_each += collectives.in_pieces(count, "reduce_scatter", gradients, inside, stride)
+            # a piece of an interleaved stage runs pp microbatches in a row, and its gradients are reduced after them
+            row = layout.pp if layout.sharding == "zero2" and layout.virtual > 1 else 1
+            result.scatter_each += collectives.in_pieces(count, "reduce_scatter", gradients, inside, stride) / row
             if job.software == "unfused":
                 result.gather_each += times * count * (FETCH_SECONDS + FETCH_SECONDS_PER_RANK * ranks)
                 result.scatter_each += count * (FETCH_SECONDS + FETCH_SECONDS_PER_RANK * ranks)
