@@ -47,9 +47,9 @@ def test_readme_has_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.partition("## Two commands\n")[2].partition("\n## ")[0]
     fences = [match["language"] for match in BLOCK.finditer(section)]
-    assert fences == ["bash", "bash"]
-    run, test = (code.splitlines() for _, code in blocks(ROOT / "README.md", "bash")[:2])
-    assert run[0] == "pip install -c constraints.txt -e ."
+    assert fences == ["bash", "text"]
+    run, test = (code.splitlines() for _, code in blocks(ROOT / "README.md", "bash"))
+    assert run == ["pip install -c constraints.txt -e .", "nearpeak profile examples/train.py"]
     assert test == ["pip install -c constraints.txt -e '.[test]'", "pytest -n auto"]
 
 

@@ -28,9 +28,11 @@ def test_the_runs_hold_what_is_said_of_them():
 def test_the_screen_of_the_readme_is_that_of_the_command(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"`nearpeak (report tests/data/\S+)` prints it", readme)
+    ((command, last, block),) = re.findall(
+        r"<!-- nearpeak (report \S+) \| 1-(\d+) -->\n\n```text\n(.*?)```", readme, re.S
+    )
     assert main(command.split()) == 0
-    assert f"```text\n{capsys.readouterr().out}```" in readme
+    assert capsys.readouterr().out.splitlines()[: int(last)] == block.splitlines()
 
 
 GRAPHS = "benchmarks/results/graph_kernels_h200.json"
