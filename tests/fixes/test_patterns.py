@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from nearpeak.fixes.edits import Edits
-from nearpeak.fixes.graphs import rewrite_graph
+from nearpeak.fixes.graphs import nearpeak_backend, rewrite_graph
 from nearpeak.fixes.patterns import attention, experts, loss, mlp, norms
 from nearpeak.fixes.patterns.dataflow import traceable
 from nearpeak.fixes.registry import ModelRun, Site, observe
@@ -475,6 +475,28 @@ class Experts(nn.Module):
         return result
 
 
+class ExpertsWithModule(Experts):
+    """The activation is a child, which may get a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        self.act(x)
+        return super().forward(x, chosen, weights)
+
+
+def test_a_hook_of_a_child_that_is_not_called_any_more_brings_the_code_back() -> None:
+    model, seen = ExpertsWithModule(), []
+    arguments = torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 3]]), torch.rand(3, 2)
+    (site,) = sites(experts.experts, model, *arguments)
+    site.change(Edits())
+    model.act.register_forward_hook(lambda *_: seen.append("act"))
+    model(*arguments)
+    assert seen == ["act"]
+
+
 class SwappedExperts(Experts):
     halves = (1, 0)
 
@@ -638,3 +660,55 @@ def test_patterns_in_captured_graphs() -> None:
 
 def test_traceable_functions_run_on_tensors() -> None:
     assert traceable(torch.add)(torch.ones(1), torch.ones(1)).item() == 2.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["eager fixes", "graph"])
+def test_kernels_run_on_a_gpu(backend: str) -> None:
+    """All patterns in one model in bfloat16, with kernels required, against float32."""
+
+    class Everything(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.gated, self.attention = CastRMSNorm(64), nn.Linear(64, 128), nn.Linear(64, 192)
+            self.block, self.head = nn.Linear(64, 64), nn.Linear(64, 128)
+            self.register_buffer("mask", torch.ones(32, 32).tril())
+
+        def forward(self, x: Tensor) -> Tensor:
+            batch, tokens, width = x.shape
+            q, k, v = (y.view(batch, tokens, 2, 32).transpose(1, 2) for y in self.attention(x).split(width, dim=2))
+            scores = (q @ k.transpose(-2, -1) * 0.2).masked_fill(self.mask[:tokens, :tokens] == 0, float("-inf"))
+            x = x + (scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, width)
+            gate, up = self.gated(self.norm(x)).chunk(2, dim=-1)
+            return self.head(x + self.block(functional.silu(gate) * up))
+
+    torch.manual_seed(0)
+    model, x = Everything().cuda(), torch.randn(2, 32, 64, device="cuda")
+    target = torch.randint(128, (64,), device="cuda")
+
+    def criterion(logits: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1).float(), target)
+
+    expected = torch.autograd.grad(criterion(model(x)), list(model.parameters()))
+    model, x = model.to(torch.bfloat16), x.to(torch.bfloat16)
+    plain = torch.autograd.grad(criterion(model(x)), list(model.parameters()))
+    run: Any = model
+    if backend == "graph":
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=nearpeak_backend)
+    else:
+        edits = Edits()
+        for find in (
+            loss.linear_cross_entropies,
+            attention.attentions,
+            norms.norms,
+            mlp.gated_activations,
+            norms.add_norms,
+        ):
+            (site,) = sites(find, model, x, trains=True, loss=criterion)
+            assert not site.skip, site.skip
+            site.change(edits)
+    result = torch.autograd.grad(criterion(run(x)), list(model.parameters()))
+    for one, other, exact in zip(result, plain, expected, strict=True):
+        own = (other.float() - exact).norm() / exact.norm()
+        assert float((one.float() - exact).norm() / exact.norm()) <= 1.5 * float(own) + 0.01

@@ -50,6 +50,8 @@ class Rotary:
     seq_dim: int
     repeated: bool
     """Whether cos and sin have each angle twice."""
+    dims: tuple[int, int]
+    """The numbers of dimensions of heads and of tables."""
     others: tuple[tuple[str, Any], ...]
     """The other parameters with their values."""
 
@@ -102,6 +104,7 @@ def _recognize_rotary(function: FunctionCall, tensors: dict[str, Tensor], rest: 
         for interleaved, seq_dim, repeated in itertools.product((False, True), (-2, -3), (True, False)):
             rotary = Rotary(
                 heads=heads, cos=cos, sin=sin, interleaved=interleaved, seq_dim=seq_dim, repeated=repeated,
+                dims=(x.dim(), table.dim()),
                 others=tuple(rest.items()),
             )  # fmt: skip
             if _confirm_rotary(function, rotary, tensors, rest):
@@ -138,7 +141,8 @@ def rotary_function(rotary: Rotary, original: Callable[..., Any]) -> Callable[..
             isinstance(arguments[name], Tensor) for name in (*rotary.heads, rotary.cos, rotary.sin)
         ):
             heads = [arguments[name] for name in rotary.heads]
-            if all(x.dtype == arguments[rotary.cos].dtype for x in heads):
+            cos = arguments[rotary.cos]
+            if all(x.dtype == cos.dtype and (x.dim(), cos.dim()) == rotary.dims for x in heads):
                 return rotary(arguments)
         return original(*args, **kwargs)
 

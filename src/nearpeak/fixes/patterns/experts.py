@@ -106,7 +106,8 @@ def _confirm(module: nn.Module, original: Forward, match: Experts, tensors: dict
 
 
 def experts_forward(match: Experts, module: nn.Module) -> Forward:
-    original, settings = current_forward(module), Settings(module)
+    # its children, such as the activation, are not called any more
+    original, settings = current_forward(module), Settings(module, [name for name, _ in module.named_children()])
     expected = {match.x, match.weights, match.experts}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
