@@ -171,11 +171,11 @@ def join(backend: str | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[W
 
 
 def _join_text(backend: str, problem: str) -> str:
-    address = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{os.environ.get('MASTER_PORT', '')}"
+    host, port = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "of the job")
     remedy = "`torchrun --standalone` takes a free port on one machine; --master-port names another."
     if "EADDRINUSE" in problem or "already in use" in problem:
-        return f"The port of {address} is taken by another program. {remedy}"
-    return f"The ranks could not meet at {address} with {backend}: {problem}. {remedy}"
+        return f"Port {port} of {host} is taken by another program. {remedy}"
+    return f"The ranks could not meet at {host}:{port} with {backend}: {problem}. {remedy}"
 
 
 def _backend_and_device(asked: str | None) -> tuple[str, torch.device]:
