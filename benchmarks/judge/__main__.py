@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument("corpus", choices=CORPORA)
     parser.add_argument("--only", default="", help="entries whose name contains this")
     parser.add_argument("--limit", type=int, default=10_000)
-    parser.add_argument("--skip", type=int, default=0)
+    parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th entry from the I-th on: N at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no judgement after this time")
     parser.add_argument("--max-seconds", type=float, default=3.0)
     parser.add_argument("--no-times", action="store_true")
@@ -196,7 +196,8 @@ def main() -> int:
     arguments = parser.parse_args()
     entries = [entry for entry in CORPORA[arguments.corpus]() if arguments.only in entry.name]
     rows = []
-    for row in judged(entries[arguments.skip : arguments.skip + arguments.limit], arguments):
+    part, parts = (int(number) for number in arguments.part.split("/"))
+    for row in judged(entries[part::parts][: arguments.limit], arguments):
         rows.append(row)
         state = "ok  " if is_met(row) else "MISS"
         print(state, row["name"], row.get("error") or row["charges"], f"{row['seconds']:.1f} s", flush=True)

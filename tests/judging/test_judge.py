@@ -74,14 +74,19 @@ WRONG = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("body", WRONG)
+SOME = ("x.detach() * 2", "x * 2 if x.is_contiguous() else x * 3")
+"""What is tried on every change; the rest takes a minute."""
+
+
+@pytest.mark.parametrize(
+    "body", [pytest.param(body, marks=pytest.mark.slow if body in SOME else pytest.mark.exhaustive) for body in WRONG]
+)
 def test_a_wrong_candidate_is_named(folder, body):
     judgement = judged(folder, f"return {body}", timeout=5.0)
     assert WRONG[body] in [charge.name for charge in judgement.charges]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_refusal_is_no_charge(folder):
     judgement = judged(folder, "assert x.is_contiguous(), 'contiguous only'\n    return x * 2")
     assert judgement.is_accepted and any("contiguous only" in check.detail for check in judgement.refusals)
@@ -93,7 +98,7 @@ def test_last_words_are_kept(folder):
     assert "SIGABRT" in judgement.charges[0].evidence and "I am dying" in judgement.last_words
 
 
-CHEAP = ("cache_by_pointer", "patched_checker", "looks_at_caller", "lazy_tensor", "answers_in_input", "forged_report")
+CHEAP = ("patched_checker", "lazy_tensor", "forged_report")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +132,7 @@ def test_a_suite_and_its_exit_code(folder, capsys):
     (task / "broken.py").write_text("def double(x):\n    return x * 3\n", encoding="utf-8")
     options = ["--device", "cpu", "--no-times", "--max-seconds", "0.1"]
     assert main(["judge", "--suite", str(folder / "tasks"), *options]) == 1
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "1 of 2 accepted" in out and "WRONG_VALUES" in out
 
 

@@ -35,8 +35,8 @@ def row_sum__compiled(x):
 
 
 def _rms_norm(x, weight):
-    wide = x.float()
-    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype)
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def rms_norm__compiled(x, weight):

@@ -28,7 +28,7 @@ def attention__kernel(q, k, v):
 
 
 def product__kernel(a, b):
-    return kernels.gemm(a, b)
+    return kernels.gemm(a, b.t())
 
 
 def transpose__kernel(x):

@@ -11,8 +11,8 @@ SIZES = (
 
 
 def rms_norm(x, weight):
-    wide = x.float()
-    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.float()).to(x.dtype)
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.to(wide.dtype)).to(x.dtype)
 
 
 def inputs(rows=512, columns=1024):

@@ -21,8 +21,8 @@ from nearpeak.judging.exchange import map_tensors, tensors_in
 FACTOR = 4.0
 PRECISION_FACTOR = 4.0
 """The typical error over that of the reference at which the arithmetic is called less precise."""
-OWN_ERROR_64 = 4.0
-"""Of a reference in float64, in its units: nothing is there to compare it with."""
+OWN_ERROR_64 = 64.0
+"""Of a reference in float64, in its units: nothing is there to compare it with, and torch.softmax has 18."""
 DRAWS = 2
 """Perturbations of the inputs, where they are small."""
 
@@ -93,16 +93,25 @@ def answer(
         )
         return tensor.detach() * (1 + unit * noise.double())
 
-    try:
-        wide = _wide((args, kwargs))
-        exact, _ = _run(function, wide[0], wide[1], seeds, None)
-        is_exact = True
+    def influence() -> list[torch.Tensor]:
+        """The mean square of what perturbations change."""
         squares = [torch.zeros_like(tensor.double()) for tensor in exact]
         for _ in range(draws):
             moved = map_tensors(wide, lambda t: perturb(t).requires_grad_(t.requires_grad) if _is_wide(t) else t)
             for square, a, b in zip(squares, _run(function, moved[0], moved[1], seeds, None)[0], exact, strict=True):
                 difference = a.double() - b.double()
                 square += torch.where(difference.isfinite(), difference, 0.0) ** 2 / draws
+        return squares
+
+    try:
+        wide = _wide((args, kwargs))
+        exact, _ = _run(function, wide[0], wide[1], seeds, None)
+        is_exact = True
+        squares = influence()
+        if widest == torch.float64 and _are_mostly_zero(squares):
+            # The reference rounds to float32 inside, which swallows a change in the last bit of float64.
+            unit = torch.finfo(torch.float32).eps / 2
+            squares = influence()
     except Exception:  # a reference may be written for one dtype: then it is compared with itself
         exact, is_exact = own, False
         squares = [torch.zeros_like(tensor.double()) for tensor in exact]
@@ -168,6 +177,11 @@ def _run(
     return values, mutated
 
 
+def _are_mostly_zero(squares: Sequence[torch.Tensor]) -> bool:
+    elements = sum(square.numel() for square in squares)
+    return elements >= 64 and sum(int((square == 0).sum()) for square in squares) > 0.9 * elements
+
+
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits."""
     a, b = a.detach().contiguous(), b.detach().contiguous()
@@ -218,7 +232,11 @@ def agreement(
     tolerance = FACTOR * (worst_own + order * (perturbed + known.unit * scale) / w)
     ratio = torch.where(both, error / tolerance, 0.0)
     # Where the reference overflows, its own value counts as well as the one in float64; so does the same infinity.
-    same = (c == o) | (c == e) | (c.isnan() & (o.isnan() | e.isnan()))
+    # Which of infinity and NaN comes out is up to the kernel: torch's own differ in that from dtype to dtype.
+    opposite = c.isinf() & e.isinf() & (c != e)
+    same = (c == o) | (c == e) | (~c.isfinite() & ~(o.isfinite() & e.isfinite()) & ~opposite)
+    largest = float(torch.finfo(own.dtype).max)
+    same |= c.isinf() & (c.sign() == e.sign()) & (e.abs() + tolerance * w >= largest)
     near_exact = c.isfinite() & e.isfinite() & ((c - e).abs() <= tolerance * w)
     near_own = c.isfinite() & o.isfinite() & ((c - o).abs() <= tolerance * w.nan_to_num(posinf=0.0))
     odd = ~both & ~(same | near_exact | near_own)
