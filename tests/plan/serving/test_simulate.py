@@ -235,3 +235,13 @@ def test_a_thousand_requests_take_few_events():
     run = simulate(llama, load, replicas=2)
     assert run.events < 4 * 1000
     assert time.process_time() - began < 2.0
+
+
+def test_the_cost_of_a_million_tokens_pays_for_all_gpus():
+    load = Load(prompt=128, output=64, concurrency=8)
+    model, cluster = get_model("llama-3-8b"), Cluster.of("h100-sxm x 2")
+    plan = serving_plan(model, cluster, load, ServingLayout(tp=2), price=3.6)
+    assert plan.dollars_per_million_tokens == pytest.approx(2e3 / plan.simulation.tokens_per_second)
+    assert serving_plan(model, cluster, load, ServingLayout(tp=2)).dollars_per_million_tokens is None
+    with pytest.raises(UsageError, match="price"):
+        serving_plan(model, cluster, load, ServingLayout(tp=2), price=-1.0)

@@ -12,7 +12,7 @@ from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import count_parameters
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout, layers_of, pipeline_stages
-from nearpeak.plan.training.memory import WORKSPACE, memory, memory_by_stage, peak
+from nearpeak.plan.training.memory import WORKSPACE, StageMemory, memory, memory_by_stage, peak
 
 
 def job(name: str = "llama-3-8b", precision: str = "bf16", sequence: int = 4096, **layout: Any) -> Job:
@@ -180,3 +180,21 @@ def test_a_job_that_makes_no_sense_is_an_error() -> None:
 def test_a_loss_of_single_operators_has_its_softmax_and_gradient_in_memory() -> None:
     fused, unfused = (memory(replace(job(), software=software)).logits for software in ("fused", "unfused"))
     assert unfused / fused == pytest.approx(12 / 6.5)
+
+
+def test_states_of_other_optimizers_and_frozen_weights() -> None:
+    model = get_model("llama-3-8b")
+    layout = Layout(gpus=1, global_batch=1, sharding="none")
+
+    def fullest(precision: str, trainable: float = 1.0) -> StageMemory:
+        job = Job(model=model, layout=layout, sequence=2048, precision=precision_named(precision), trainable=trainable)
+        return memory(job)
+
+    adam, narrow, muon = (fullest(name) for name in ("bf16", "bf16-adam8bit", "bf16-muon"))
+    assert narrow.optimizer == pytest.approx(adam.optimizer * 2.03125 / 8)
+    assert muon.optimizer == pytest.approx(adam.optimizer / 2)
+    adapters = fullest("qlora", trainable=0.01)
+    assert adapters.parameters == pytest.approx(model.parameters * 4.127 / 8)
+    assert adapters.gradients + adapters.optimizer < 0.02 * (adam.gradients + adam.optimizer)
+    with pytest.raises(UsageError, match="adapters"):
+        fullest("qlora")

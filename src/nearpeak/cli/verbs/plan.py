@@ -140,7 +140,7 @@ def add_job(parser: argparse.ArgumentParser) -> None:
         "--precision",
         default="bf16",
         metavar="NAME",
-        help="bf16, bf16-master, bf16-fp32-grads, fp8, mxfp8, fp4, ... (bf16)",
+        help="bf16, bf16-master, bf16-adam8bit, bf16-muon, qlora, fp8, mxfp8, fp4, ... (bf16)",
     )
     group.add_argument("--software", default="fused", metavar="NAME", help="fused, eager or unfused (fused)")
     group.add_argument(
@@ -526,6 +526,7 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--requests", type=whole_number, metavar="N", help="requests to simulate")
     load.add_argument("--arrivals", metavar="FILE", help="a CSV file of requests to simulate")
     load.add_argument("--prefix", type=whole_number, default=0, metavar="N", help="tokens that prompts share (0)")
+    load.add_argument("--price", type=float, metavar="DOLLARS", help="of one GPU for an hour: adds the cost")
     load.add_argument("--most-ttft", type=float, metavar="S", help="seconds to the first token at most")
     load.add_argument("--most-tpot", type=float, metavar="S", help="seconds per token at most")
     modes = parser.add_argument_group("other ways to serve")
@@ -569,6 +570,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         disaggregate=arguments.disaggregate,
         guesses=arguments.speculate,
         workload=_workload(arguments),
+        price=arguments.price,
     )
     write_plan(document(plan), plan, arguments, lambda: decode_sliders(plan))
     return 0

@@ -106,6 +106,15 @@ class ServingPlan(Result):
     speculative: Speculative | None = None
     simulation: Simulation
     """The scheduler of all replicas under the requests: the figures to go by."""
+    price: float | None = None
+    """Dollars per GPU and hour."""
+
+    @property
+    def dollars_per_million_tokens(self) -> float | None:
+        """Cost of a million output tokens, all GPUs of the simulation paid for; None without a price."""
+        if self.price is None:
+            return None
+        return self.price * self.simulation.gpus / 3600 / self.simulation.tokens_per_second * 1e6
 
     @property
     def ttft_range(self) -> tuple[float, float]:
@@ -171,13 +180,16 @@ def serving_plan(
     disaggregate: tuple[int, int] | None = None,
     guesses: tuple[int, float] | None = None,
     workload: Workload | None = None,
+    price: float | None = None,
 ) -> ServingPlan:
     """The model under a load; without a layout, the one with the most tokens per second of those that fit.
 
     `disaggregate` is a number of prefill and of decode replicas; `guesses` is how many are verified at once, and the
     share that is accepted. `workload` has the requests to simulate; without one they are a closed loop of the load.
-    Layouts are compared by formulas, and the best one is simulated.
+    Layouts are compared by formulas, and the best one is simulated. `price` is dollars per GPU and hour.
     """
+    if price is not None and not 0 <= price < float("inf"):
+        raise UsageError(f"price={price!r} must be at least 0 dollars per GPU and hour. Nearest: price=0.")
     tried = [layout] if layout is not None else whole_layouts(model, cluster)
 
     def deployed(one: ServingLayout) -> Deployment:
@@ -239,6 +251,7 @@ def serving_plan(
             memory_share=load.memory_share,
             static=load.batching == "static",
         ),
+        price=price,
     )
 
 

@@ -49,6 +49,12 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="bf16-fp32-grads", gemm_dtype="bfloat16", gradients=4, master=4),
         Precision(name="fp16-fp32-grads", gemm_dtype="float16", gradients=4, master=4),
         Precision(name="bf16-low-moments", gemm_dtype="bfloat16", master=4, moments=4),
+        # both moments in 8 bits, with a float32 scale for each block of 256 (arXiv:2110.02861)
+        Precision(name="bf16-adam8bit", gemm_dtype="bfloat16", moments=2 * (1 + 4 / 256)),
+        # one momentum; embeddings and norms, which have AdamW's two, are not told apart (arXiv:2502.16982)
+        Precision(name="bf16-muon", gemm_dtype="bfloat16", moments=4),
+        # frozen weights in 4 bits, 4.127 with their scales quantized too (arXiv:2305.14314); needs a small `trainable`
+        Precision(name="qlora", gemm_dtype="bfloat16", parameters=4.127 / 8),
         Precision(name="fp32", gemm_dtype="tfloat32", parameters=4, gradients=4, saved=4),
         Precision(name="fp8", gemm_dtype="float8", master=4, saved=1, scaling="tensor"),
         Precision(name="fp8-fp32-grads", gemm_dtype="float8", gradients=4, master=4, saved=1, scaling="tensor"),
@@ -93,6 +99,11 @@ class Job:
         if self.software not in get_args(Software):
             raise UsageError(
                 f"software={self.software!r} is not known. {did_you_mean(self.software, get_args(Software))}"
+            )
+        if self.precision.name == "qlora" and self.trainable == 1:
+            raise UsageError(
+                "precision='qlora' has weights in 4 bits, which cannot be trained: give the share of the adapters. "
+                "Nearest: trainable=0.01."
             )
         if not 0 < self.trainable <= 1:
             raise UsageError(f"trainable={self.trainable} must lie above 0 and at most at 1. Nearest: trainable=1.")

@@ -37,6 +37,11 @@ def document(plan: ServingPlan) -> Document:
             f"{replicas} GPU{'s' if plan.layout.gpus > 1 else ''} ({plan.layout}), {plan.precision.name}, "
             f"{plan.engine}; {load.prompt} tokens in, {load.output} out, {load.concurrency:g} requests in flight.",
             f"Simulated: {simulated.workload}.",
+            *(
+                [f"${plan.dollars_per_million_tokens:.3g} per million output tokens at ${plan.price:g} per GPU hour."]
+                if plan.dollars_per_million_tokens is not None
+                else []
+            ),
         ),
         parts=tuple(_parts(plan)),
     )
