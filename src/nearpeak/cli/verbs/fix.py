@@ -9,7 +9,7 @@ on another machine (--verify). Fixes that change the numerics, such as tf32, are
 
 examples:
   nearpeak fix examples/train.py --steps 30
-  nearpeak fix --json fix.json --without torch-compile train.py config.yaml
+  nearpeak fix --json fix.json -o fix.html --without torch-compile train.py config.yaml
   nearpeak fix --apply fix.json train.py config.yaml
   nearpeak fix --verify fix.json --stop train.py config.yaml
 """
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from nearpeak.fixes.record import FixReport
 
 
+PAGES = (".html", ".md", ".csv", ".txt")
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add this verb's arguments."""
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="try this fix; may be repeated")
@@ -39,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", metavar="FILE", help="verify and measure again what a certificate has")
     parser.add_argument("--require", action="store_true", help="exit code 1 if a site was found and not replaced")
     parser.add_argument("--stop", action="store_true", help="end the script when its model is fixed")
+    parser.add_argument("-o", "--save", metavar="FILE", help="also write the report as .html, .md, .csv or .txt")
     parser.add_argument("--json", metavar="FILE", help="write the certificate to FILE; - prints it alone")
     parser.add_argument(
         "-m", dest="module", metavar="MODULE", nargs=argparse.REMAINDER, help="a module with its arguments; comes last"
@@ -62,6 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("Give a SCRIPT or -m MODULE, one of them.")
     if arguments.apply and arguments.verify:
         raise UsageError("--apply and --verify exclude each other.")
+    if arguments.save:
+        if Path(arguments.save).suffix not in PAGES:
+            raise UsageError(f"{arguments.save}: a report is written as one of {', '.join(PAGES)}.")
+        arguments.save = str(Path(arguments.save).absolute())
     if arguments.json and arguments.json != "-":
         arguments.json = str(Path(arguments.json).absolute())  # the script may change the folder
     return _run_script(arguments)
@@ -102,7 +110,7 @@ def _run_script(arguments: argparse.Namespace) -> int:
             narrate(f"nearpeak: the script ended with exit code {ran.exit_code}, and its model was not fixed.")
             return ran.exit_code
         raise UsageError(ran.problem)
-    _show(ran.report, arguments.json)
+    _show(ran.report, arguments.json, arguments.save)
     if ran.exit_code:
         return ran.exit_code
     if saved is not None and arguments.verify:
@@ -117,11 +125,14 @@ def _run_script(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(report: FixReport, destination: str | None) -> None:
+def _show(report: FixReport, destination: str | None, page: str | None) -> None:
     from nearpeak.fixes.record import as_json
+    from nearpeak.render.report import DOCUMENT_FORMATS
     from nearpeak.render.text import text
     from nearpeak.render.views.fix import document
 
+    if page:
+        write_file(page, DOCUMENT_FORMATS[Path(page).suffix](document(report, full=True), None))
     if destination == "-":
         print_text(json_text(as_json(report)))
         return

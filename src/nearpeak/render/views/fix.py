@@ -14,9 +14,9 @@ MOST_SITES = 12
 MOST_ITEMS = 5
 
 
-def document(report: FixReport) -> Document:
-    """The whole report."""
-    return Document(title=f"nearpeak fix: {verdict(report)}", parts=tuple(_parts(report)), is_titled=False)
+def document(report: FixReport, *, full: bool = False) -> Document:
+    """The report for a terminal; in full, as for a page, it has all sites, reasons and errors."""
+    return Document(title=f"nearpeak fix: {verdict(report)}", parts=tuple(_parts(report, full)), is_titled=False)
 
 
 def verdict(report: FixReport) -> str:
@@ -34,7 +34,7 @@ def verdict(report: FixReport) -> str:
     return f"{report.model} is faster: {times}, {interval}."
 
 
-def _parts(report: FixReport) -> Iterator[Block]:
+def _parts(report: FixReport, full: bool) -> Iterator[Block]:
     facts = [Fact(label="Verdict:", text=verdict(report), color="bold")]
     if report.errors:
         worst = max(report.errors, key=lambda each: each.fixed / max(each.allowed, 1e-300))
@@ -55,7 +55,7 @@ def _parts(report: FixReport) -> Iterator[Block]:
     yield Facts(facts=tuple(facts), width=LABEL)
     if report.fixes:
         yield _fixes(report)
-        yield _sites(report.sites)
+        yield _sites(report.sites, len(report.sites) if full else MOST_SITES)
     saved = [each.speed.saved_s for each in report.kept() if each.speed is not None]
     if speed is not None and len(saved) > 1:
         yield Paragraph(
@@ -64,7 +64,11 @@ def _parts(report: FixReport) -> Iterator[Block]:
         )
     reasons = [f"{each.id}: {each.why}" for each in report.fixes if each.why and each.status != "skipped"]
     notes = [*reasons, *report.notes]
-    if notes:
+    if full:
+        if notes:
+            yield Items(items=tuple(notes), marker="- ")
+        yield _errors(report)
+    elif notes:
         more = [f"and {len(notes) - MOST_ITEMS} more, in the JSON"] if len(notes) > MOST_ITEMS else []
         yield Items(items=(*notes[:MOST_ITEMS], *more), marker="- ", most_lines=3)
 
@@ -97,7 +101,22 @@ def _error(each: AppliedFix) -> str:
     return percent(worst.fixed / max(worst.allowed, 1e-300), 0) if worst.is_within else "wrong"
 
 
-def _sites(sites: Sequence[FixedSite]) -> Table:
+def _errors(report: FixReport) -> Table:
+    """Every comparison: of each fix, and of the whole model with all that were kept."""
+    groups = [(each.id, each.errors) for each in report.fixes] + [("together", report.errors)]
+    return Table(
+        title="Relative errors against the reference",
+        headers=("fix", "what", "reference", "original", "fixed", "allowed"),
+        rows=tuple(
+            (name, each.what, each.reference, *(f"{x:.1e}" for x in (each.original, each.fixed, each.allowed)))
+            for name, errors in groups
+            for each in errors
+        ),
+        align="lllrrr",
+    )
+
+
+def _sites(sites: Sequence[FixedSite], most: int) -> Table:
     """Sites that differ in their path alone are one row."""
     groups: dict[tuple[str, str, str, str, tuple[str, ...]], list[FixedSite]] = {}
     for site in sites:
@@ -108,10 +127,10 @@ def _sites(sites: Sequence[FixedSite]) -> Table:
         ran = ", ".join(name.removeprefix("aten.").removesuffix(".default") for name in kernels)
         path = common_module([member.path for member in members]) or "the model"
         rows.append((Name(path, count), what, status, ran or (why if status == "skipped" else "")))
-    note = f"and {len(rows) - MOST_SITES} kinds of sites more, in the JSON" if len(rows) > MOST_SITES else ""
+    note = f"and {len(rows) - most} kinds of sites more, in the JSON" if len(rows) > most else ""
     return Table(
         headers=("site", "what it computes", "", "what ran there after the fix"),
-        rows=tuple(rows[:MOST_SITES]),
+        rows=tuple(rows[:most]),
         align="llll",
         note=note,
         below=3,
