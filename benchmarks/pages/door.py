@@ -26,7 +26,7 @@ PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in VISITORS
 PICTURE = ROOT / "docs" / "images" / "session.svg"
 SESSION = (
     ("nearpeak report tests/data/kineto_eager.json.gz", 16),
-    ('nearpeak plan memory llama-3-8b --on "h100-sxm x 8"', 8),
+    ('nearpeak plan memory llama-3-8b --on "h100-sxm x 8"', 6),
 )
 """Commands and how many lines of their output are shown."""
 _BLOCK = re.compile(

@@ -120,7 +120,7 @@ def _strassen(context: Context) -> Iterator[Part]:
         rest = sum(op.expected_seconds or op.seconds for op in one.ops if op.family != "matrix")
         bars.append(Bar(name=name, pieces=(("products", products), ("additions and copies", rest))))
     yield StackedBars(title="Where the time is expected to go", bars=tuple(bars))
-    sizes = context.pick(gpu=(1024, 2048, 4096, 8192, 16384, 32768), cpu=(256, 512, 1024, 2048, 4096))
+    sizes = context.pick(gpu=(4096, 8192, 16384, 32768), cpu=(512, 1024, 2048, 4096))
     points = []
     for side in sizes:
         fake = torch.empty(side, side, dtype=dtype, device="meta")
