@@ -12,6 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ class Team:
         distributed = torch.distributed
         if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() < 2:
             return None
-        store = distributed.distributed_c10d._get_default_store()
+        store: Any = distributed.distributed_c10d._get_default_store()
+        with suppress(Exception):  # a connection of its own: the program may be waiting for a key on the other
+            store = store.clone()
         prefixed = distributed.distributed_c10d.PrefixStore("nearpeak", store)
         return cls(distributed.get_rank(), distributed.get_world_size(), prefixed)
 
@@ -73,15 +76,24 @@ class Team:
         if not self._is_ready:
             self._is_ready = True
             self._store.add("ready", 1)
-        if self.rank == 0 and not self._has("start") and self._store.add("ready", 0) >= self.world_size:
+        if self.rank == 0 and not self.has("start") and self._store.add("ready", 0) >= self.world_size:
             self._store.set("start", f"{steps + LEAD_STEPS} {step_s!r}")
-        if not self._has("start"):
+        if not self.has("start"):
             return None
         start, pace = self._store.get("start").decode().split()
         return int(start), float(pace)
 
-    def _has(self, key: str) -> bool:
+    def has(self, key: str) -> bool:
+        """Whether a rank has written a key."""
         return bool(self._store.check([key]))
+
+    def write(self, key: str, value: bytes) -> None:
+        """Writes a key for all ranks."""
+        self._store.set(key, value)
+
+    def read(self, key: str) -> bytes:
+        """The value of a key that a rank has written."""
+        return bytes(self._store.get(key))
 
     def publish(self, report: RankReport) -> None:
         """Lets rank 0 have what this rank recorded."""
@@ -95,7 +107,7 @@ class Team:
         deadline = time.monotonic() + timeout_s
         while len(reports) < self.world_size:
             for rank in range(self.world_size):
-                if rank not in reports and self._has(f"report {rank}"):
+                if rank not in reports and self.has(f"report {rank}"):
                     reports[rank] = _unpack(self._store.get(f"report {rank}"))
             if len(reports) == self.world_size or time.monotonic() >= deadline:
                 break

@@ -34,8 +34,9 @@ from nearpeak.machines.machine import Machine
 from nearpeak.measure.options import Progress
 from nearpeak.profiles.profile import Profile
 from nearpeak.profiling.assemble import StepRecords
+from nearpeak.profiling.hang import HangWatch
 from nearpeak.profiling.inject import Fault, FaultInjector
-from nearpeak.profiling.job import launched_rank, rank_report
+from nearpeak.profiling.job import COLLECT_SECONDS, launched_rank, rank_report
 from nearpeak.profiling.session import PHASE_MESSAGES, STEP_DEFINITION, Session, StopRun
 from nearpeak.profiling.steps import detect_steps
 from nearpeak.profiling.torch_profiler import initialize_kineto
@@ -48,6 +49,8 @@ FIRST_LINE_S = 60.0
 LINE_INTERVAL_GROWTH = 2.0
 EARLY_REPORT_S = 10.0
 """How long a script may go on after everything was recorded until its report is shown beside it."""
+FAILED_COLLECT_S = 3.0
+"""How long rank 0 waits for the reports of others when its own script has failed."""
 GRACE_S = 10.0
 """How long code may take to end after it was interrupted."""
 _POOLS = (("concurrent.futures.thread", "_threads_queues"), ("concurrent.futures.process", "_threads_wakeups"))
@@ -87,6 +90,7 @@ def profile_script(
     abort: Callable[[ScriptRun], object] = lambda run: None,
     ends_process: bool = False,
     inject: Fault | None = None,
+    hang: Progress | None = None,
     calibration: subprocess.Popen[bytes] | None = None,
 ) -> ScriptRun:
     """Runs a script with its arguments, as `python path ...` would, and profiles one of its steps.
@@ -113,6 +117,7 @@ def profile_script(
         ends_process: Whether nothing but the report follows the script: its thread pools are then ended, as at the
             exit of the interpreter.
         inject: A fault for one rank of a job.
+        hang: Called with lines about a job whose ranks wait for one that does not come, on one of its ranks.
         calibration: The process that measures the GPU, if it was started before (`start_gpu_calibration`).
     """
     if (path is None) == (module is None):
@@ -147,7 +152,8 @@ def profile_script(
         team, timeline = session.team, None if assembled is None else assembled.timeline
         if profile is not None and profile.job is None and team is not None and team.rank == 0 and timeline is not None:
             with stage("the other ranks"), suppress(RuntimeError):
-                profile = replace(profile, job=team.job(rank_report(profile, timeline)))
+                wait_s = FAILED_COLLECT_S if exit_code else COLLECT_SECONDS
+                profile = replace(profile, job=team.job(rank_report(profile, timeline), wait_s))
                 captured(profile, True)
 
     def complete() -> None:
@@ -190,6 +196,9 @@ def profile_script(
         timed_out = True
         abort(result())
 
+    def tell_hang(line: str) -> None:
+        (hang or say)(line)
+
     session = Session(say, stop=stop, follows=wait_s is not None, completed=complete)
     imported_from = Path(path).resolve() if path is not None and Path(path).is_dir() else folder
     with script_import_path(imported_from, restore=not ends_process):
@@ -211,7 +220,10 @@ def profile_script(
                 raise error
             if not isinstance(error, StopRun) and not (watchdog.timed_out and isinstance(error, KeyboardInterrupt)):
                 exit_code = report_exit(error)
+                if exit_code and isinstance(error, Exception) and hang_watch is not None:
+                    hang_watch.failed(error)
 
+        hang_watch: HangWatch | None = None
         try:
             with ExitStack() as stack:
                 steps = session.steps = stack.enter_context(detect_steps(session, session.guard))
@@ -226,6 +238,7 @@ def profile_script(
                         stack.enter_context(step_function.in_modules())
                 session.last_end = session.guard.program_time()
                 stack.enter_context(watchdog)
+                hang_watch = stack.enter_context(HangWatch(tell_hang))
                 with stage("script"):
                     main.run(arguments, step_function, report, end_pools=ends_process)
         except BaseException as error:  # while its threads were waited for

@@ -216,13 +216,23 @@ def _run_script(arguments: argparse.Namespace) -> int:
             abort=abort,
             ends_process=arguments.ends_process,
             inject=fault,
+            hang=narrate,
             calibration=calibration,
         )
         with suppress(Exception):  # the script may have closed it
             sys.stdout.flush()
-        if ran.profile is not None and not is_first:  # rank 0 reports for all
+        if ran.profile is not None and not is_first:  # rank 0 reports for all, unless the job has failed
+            if ran.exit_code:
+                arguments.save = [_with_rank(path, launched_rank()[0]) for path in arguments.save]
+                ResultFiles(arguments, keep=False).write(ran.profile)
             return ran.exit_code
         return _show_run(ran, arguments, files, script_arguments)
+
+
+def _with_rank(path: str, rank: int) -> str:
+    """The file of one rank: run.rank3.json for run.json."""
+    name, dot, endings = Path(path).name.partition(".")
+    return str(Path(path).with_name(f"{name}.rank{rank}{dot}{endings}"))
 
 
 def _show_run(
