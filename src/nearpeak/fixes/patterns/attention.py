@@ -429,24 +429,33 @@ def attention_implementations(run: ModelRun) -> Iterator[Site]:
         before = configuration._attn_implementation
         if before == target or before not in ("eager", "sdpa") or (before == "sdpa" and target == "sdpa"):
             continue
-        users = sum(
-            vars(each).get("config") is configuration and _attends(run, name) for name, each in module.named_modules()
-        )
+        prefix = f"{path}." if path else ""
+        users = [
+            call
+            for call in run.calls
+            if call.path.startswith(prefix) and vars(call.module).get("config") is configuration and _attends(run, call)
+        ]
         if not users:
             continue
         skip = "" if module._can_set_attn_implementation() else "its attention is not chosen by the registry"
         if target == "sdpa" and not module._supports_sdpa:
             skip = "its class does not support sdpa"
         yield Site(
-            what=f"attention of {users} modules, {before!r} in transformers", path=path or "the model", skip=skip,
+            what=f"attention of {len(users)} modules, {before!r} in transformers",
+            path=path or type(module).__name__,
+            source=users[0].source,
+            signature=f"attention of transformers, {before!r}", skip=skip,
             change=partial(_set_implementation, configuration, target),
         )  # fmt: skip
 
 
-def _attends(run: ModelRun, path: str) -> bool:
-    call = next((call for call in run.calls if call.path == path), None)
-    # a module without modules in it that attend: the attention itself, and not the layer around it
-    return call is not None and any("attention" in name or "softmax" in name for name in call.ops)
+def _attends(run: ModelRun, call: ModuleCall) -> bool:
+    """Whether a module itself attends, and not one in it."""
+    return _has_attention(call) and not any(_has_attention(run.call(path)) for path in call.children)
+
+
+def _has_attention(call: ModuleCall) -> bool:
+    return any("attention" in name or "softmax" in name for name in call.ops)
 
 
 def _set_implementation(configuration: Any, name: str, edits: Edits) -> None:
