@@ -38,7 +38,9 @@ LARGEST_DIFFERENCE = 1e9
 """Of a result that is not finite."""
 FORWARD_SHARE = 1 / 3
 """Of the computation of a step: the backward pass has two products for each of the forward's."""
-OPTIONS = Options(precision=0.03, max_seconds=2.0)
+PRECISION = 0.03
+PARTS = 4
+"""A pattern has so many times the seconds of a point: it is timed in three ways, and has more to show."""
 
 Cost = Callable[[str, float], float | None]
 """Fitted seconds of a collective of so many bytes over all ranks; None without a fit."""
@@ -79,14 +81,21 @@ class Pattern:
 
 
 @preserve_process_state()
-def run_patterns(clock: Clock, fits: Sequence[CurveFit], say: Progress) -> tuple[PatternTiming, ...]:
-    """All patterns, the same on all ranks."""
+def run_patterns(
+    clock: Clock, fits: Sequence[CurveFit], max_seconds: float, say: Progress
+) -> tuple[PatternTiming, ...]:
+    """All patterns, the same on all ranks; `max_seconds` is the time of a point."""
+    options = Options(precision=PRECISION, max_seconds=PARTS * max_seconds)
     torch.set_float32_matmul_precision("high")  # on a GPU float32 without tensor cores would hide everything
-    return tuple(_run(clock, build, fits, say) for build in PATTERNS)
+    return tuple(_run(clock, build, fits, options, say) for build in PATTERNS)
 
 
 def _run(
-    clock: Clock, build: Callable[[World, Sizes], Pattern], fits: Sequence[CurveFit], say: Progress
+    clock: Clock,
+    build: Callable[[World, Sizes], Pattern],
+    fits: Sequence[CurveFit],
+    options: Options,
+    say: Progress,
 ) -> PatternTiming:
     world = clock.world
     name = build.__name__.replace("_", " ")
@@ -120,7 +129,7 @@ def _run(
         rank = next(rank for rank, text in enumerate(problems) if text)
         raise EnvironmentProblem(f"The pattern {name} failed on rank {rank} and not on all: {problems[rank]}")
     parts = {"step": pattern.step, "compute": pattern.compute, "comm": pattern.communicate}
-    times = clock.in_turns(f"pattern {name}", parts, pattern.before, OPTIONS)
+    times = clock.in_turns(f"pattern {name}", parts, pattern.before, options)
     middle = {part: median(series) for part, series in times.items()}
     difference = max(world.gather(difference))
     made = pattern

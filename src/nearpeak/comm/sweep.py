@@ -265,7 +265,7 @@ def measure_collectives(world: World, options: SweepOptions, say: Progress) -> C
     if options.patterns:
         from nearpeak.comm.patterns import run_patterns
 
-        patterns = run_patterns(clock, fits, say)
+        patterns = run_patterns(clock, fits, options.max_seconds, say)
     for op in dict.fromkeys(point.op for point in points):
         if (world.backend, op) in REMARKS:
             notes.append(f"{op}: {REMARKS[world.backend, op]}.")
