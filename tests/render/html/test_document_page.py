@@ -10,8 +10,9 @@ from javascript import run
 from nearpeak._records import to_json
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
-from nearpeak.plan.serving.deployment import ServingLayout
+from nearpeak.plan.serving.deployment import Deployment, ServingLayout
 from nearpeak.plan.serving.plan import Load, serving_plan
+from nearpeak.plan.serving.step import step_time
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import memory_by_stage
@@ -128,24 +129,22 @@ def test_a_choice_that_cannot_be_says_why():
     assert found == "tp x cp x pp = 128 does not divide 64 GPUs"
 
 
-def test_the_roofline_of_decoding_reads_weights_and_cache():
+def test_the_sliders_of_decoding_show_the_planners_own_steps():
     plan = serving_plan(
         get_model("llama-3-70b"), Cluster.of("h100-sxm x 8"), Load(prompt=1024, output=256, concurrency=32),
         ServingLayout(tp=8), "fp8",
     )  # fmt: skip
     sliders = decode_sliders(plan)
-    choice = {"batch": 64, "context": 256, "share": 100}
-    step, crossing = run(
-        ["units.js", "dom.js", "plan_decode.js"],
-        "[decodeStep(data.model, data.choice), decodeCrossing(data.model, data.choice)]",
-        {"model": to_json(sliders.data), "choice": choice},
-    )
-    peaks = plan.cluster.machine.theoretical
-    assert step["cache"] == pytest.approx(64 * 256 * plan.memory.bytes_per_token)
-    assert step["reading"] == pytest.approx((plan.memory.weights + step["cache"]) / peaks.bandwidth)
-    # two FLOPs a weight, and four for each key's channel
-    scores = 64 * 256 * 4 * 80 * 8 * 128
-    assert step["multiplying"] == pytest.approx((64 * plan.flops_per_token / 8 + scores) / peaks.matrix["float8"])
-    at = {"model": to_json(sliders.data), "choice": {**choice, "batch": crossing}}
-    met = run(["units.js", "dom.js", "plan_decode.js"], "decodeStep(data.model, data.choice)", at)
-    assert met["reading"] == pytest.approx(met["multiplying"])
+
+    def shown(**choice):
+        picked = {**sliders.data["start"], **choice}
+        found = {"model": to_json(sliders.data), "choice": picked}
+        return run(["units.js", "dom.js", "plan_decode.js"], "decodeStep(data.model, data.choice)", found)
+
+    planned = shown()
+    assert planned["seconds"] == pytest.approx(plan.replica.decode.seconds)
+    assert planned["limit"] == plan.replica.decode.limiter
+    moved = shown(batch=64, context=256)
+    deployment = Deployment.of(plan.model, plan.cluster, plan.layout, "fp8")
+    assert moved["seconds"] == pytest.approx(step_time(deployment, sequences=64, context=256).seconds)
+    assert moved["cache"] == pytest.approx(64 * 256 * plan.memory.bytes_per_token)

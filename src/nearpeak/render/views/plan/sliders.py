@@ -1,7 +1,8 @@
 """`Sliders`: the data that `assets/plan*.js` needs to recompute a plan when a slider moves.
 
 The page repeats the planner's arithmetic for a few choices. What depends on more than those is sent as numbers:
-activation bytes per token, for each degree and kind of recomputation.
+activation bytes per token, for each degree and kind of recomputation. Of serving, the page has the planner's own step
+times for all batches and contexts that can be chosen.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any, Literal
 
 from nearpeak.errors import UsageError
 from nearpeak.plan.models.model import count_parameters
+from nearpeak.plan.serving.deployment import Deployment
 from nearpeak.plan.serving.plan import ServingPlan
+from nearpeak.plan.serving.step import step_time
 from nearpeak.plan.training import memory as arithmetic
 from nearpeak.plan.training.job import Job
 from nearpeak.plan.training.layout import output_layers
 from nearpeak.plan.training.memory import EAGER_LOGITS, EAGER_RUNNING, LOGITS, UNFUSED_LOGITS, layer_bytes
 from nearpeak.plan.training.plan import MemoryPlan
 
+STEP_PARTS = ("gemm", "experts", "attention", "elementwise", "communication", "layers", "host")
 RECOMPUTES = {"none": (), "parts": ("norm", "feed_activation"), "full": ("layer",)}
 
 
@@ -133,48 +137,40 @@ def memory_sliders(plan: MemoryPlan) -> Sliders | None:
     )
 
 
-def decode_sliders(plan: ServingPlan) -> Sliders | None:
-    """The roofline of a decode step against batch and context; None where a model is no plain one of attention."""
-    theoretical = plan.cluster.machine.theoretical
-    if theoretical is None:
-        return None
-    model, layout, precision = plan.model, plan.layout, plan.precision
-    values = (
-        model.kv_rank + model.rope_dim
-        if model.kv_rank
-        else -(-model.kv_heads // layout.tp) * (model.head_dim + model.value_dim)
-    )
-    full, windowed = model.mixers.count("A"), model.mixers.count("W") + model.mixers.count("C")
-    scores = 2.0 * model.heads * (model.head_dim + model.value_dim) / (layout.tp * layout.pp)
-    peak = theoretical.matrix.get(precision.rest_compute)
-    if peak is None:
-        return None
+def decode_sliders(plan: ServingPlan) -> Sliders:
+    """A decode step of the planner for each batch and context: the page looks up what the planner computed."""
+    layout = plan.layout
+    deployment = Deployment.of(plan.model, plan.cluster, layout, plan.precision, engine=plan.engine)
     batch = max(1, round(plan.replica.running / layout.dp))
     context = plan.load.prompt + plan.load.output // 2
+    batches = _including([1 << n for n in range(12)], batch)
+    contexts = _including([1 << n for n in range(7, 18)], context)
+    steps = [
+        [
+            step_time(
+                deployment,
+                sequences=max(1.0, sequences / layout.pp),
+                context=tokens,
+                in_flight=min(float(layout.pp), sequences),
+            )
+            for tokens in contexts
+        ]
+        for sequences in batches
+    ]
     data = {
-        "weights": plan.memory.weights,
-        "cache_full": full * values * precision.kv_bytes / layout.pp,
-        "cache_window": windowed * values * precision.kv_bytes / layout.pp,
-        "window": model.window,
-        "flops": plan.flops_per_token / (layout.tp * layout.pp),
-        "flops_full": full * scores,
-        "flops_window": windowed * scores,
-        "bandwidth": theoretical.bandwidth,
-        "peak": peak,
+        "parts": list(STEP_PARTS),
+        "steps": [[[getattr(step, name) for name in STEP_PARTS] for step in row] for row in steps],
+        "limits": [[step.limiter for step in row] for row in steps],
+        "cache": [deployment.cache_bytes(tokens) for tokens in contexts],
         "cache_room": plan.memory.cache,
-        "choices": {
-            "batch": _including([1 << n for n in range(12)], batch),
-            "context": _including([1 << n for n in range(7, 18)], context),
-            "share": list(range(40, 101, 5)),
-        },
-        "start": {"batch": batch, "context": context, "share": 80},
+        "choices": {"batch": batches, "context": contexts},
+        "start": {"batch": batch, "context": context},
     }
     return Sliders(
         kind="decode",
         title="What if",
-        note="The sliders compute the roofline of one decode step again, in this page: reading all weights and the "
-        "cache against multiplying, on one GPU, without communication, launches and waiting. The tables below have all "
-        "of that, and stay as planned.",
+        note="The sliders show one decode step of an attention group, as the planner computed it for each batch and "
+        "context. The tables below stay as planned.",
         data=data,
     )
 
