@@ -46,12 +46,12 @@ def run_job(folder: Path, ranks: int, width: int, layers: int, fault: str = "") 
     script, result = folder / "train.py", folder / "run.json"
     script.write_text(SCRIPT)
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     command += ["-m", "nearpeak", "profile", "--stop", "--no-keep", "-o", str(result)]
     command += [*(["--inject", fault] if fault else []), str(script)]
     environment = {**os.environ, "WIDTH": str(width), "LAYERS": str(layers), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    if not result.exists() or (job := json.loads(result.read_text()).get("job")) is None:
+    if not result.exists() or (job := json.loads(result.read_text())["profile"].get("job")) is None:
         raise RuntimeError(ended.stderr[-2000:])
     return dict(job)
 

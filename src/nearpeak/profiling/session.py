@@ -887,7 +887,10 @@ class Session:
             return False
         self._watch.end()
         try:
-            recorded = profiler.stop(walls, partial(self._read_timeline, preempted=profiler.preempted))
+            if self.team is None:
+                recorded = profiler.stop(walls)
+            else:
+                recorded = profiler.stop(walls, partial(self._read_timeline, self.team, profiler.preempted))
         except UsageError:
             self._give_up(
                 "torch's profiler shows no op of the step with its shapes. A step that is compiled as a whole has none "
@@ -911,10 +914,9 @@ class Session:
             self._compiler = dataclasses.replace(self._compiler, breaks=graph_breaks_in(recorded.compiled_regions))
         return True
 
-    def _read_timeline(self, file: Path, preempted: Mapping[int, float]) -> None:
-        if self.team is not None:
-            with suppress(Exception):  # the step is worth a profile without it
-                self._timeline = read_timeline(file, self.team, self._first_profiled, preempted)
+    def _read_timeline(self, team: Team, preempted: Mapping[int, float], file: Path) -> None:
+        with suppress(Exception):  # the step is worth a profile without it
+            self._timeline = read_timeline(file, team, self._first_profiled, preempted)
 
     def _set_trace(self, traced: Trace) -> None:
         self._traced = dataclasses.replace(traced, steps_since=self.schedule.steps - self._profiled_step)
