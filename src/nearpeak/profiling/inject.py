@@ -21,7 +21,6 @@ FaultKind = Literal["delay", "input", "work", "gc"]
 _TIME = re.compile(r"(\d+(?:\.\d*)?)(us|ms|s)")
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 _MATRIX = 192
-_MOST_OBJECTS = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,6 @@ class FaultInjector:
         self._fault = fault if fault.rank == rank else None
         self._steps = 0
         self._products = 0
-        self._objects = 10_000
 
     def step_begins(self) -> None:
         """The part of the fault that needs no data loader."""
@@ -82,7 +80,7 @@ class FaultInjector:
         elif fault.kind == "work":
             self._work(fault.seconds)
         elif fault.kind == "gc":
-            self._collect(fault.seconds)
+            _collect(fault.seconds)
 
     @contextmanager
     def slow_loaders(self) -> Iterator[None]:
@@ -119,18 +117,10 @@ class FaultInjector:
             for _ in range(self._products):
                 torch.mm(matrix, matrix)
 
-    def _collect(self, seconds: float) -> None:
-        """A collection of young objects: as many in each step as take so long."""
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            young: list[list[int]] = [[] for _ in range(self._objects)]
-            begun = time.perf_counter()
-            gc.collect(0)
-            took = time.perf_counter() - begun
-            del young
-        finally:
-            if was_enabled:
-                gc.enable()
-        if took < 0.7 * seconds:
-            self._objects = min(_MOST_OBJECTS, int(self._objects * min(4.0, seconds / max(took, 1e-5))) + 1)
+
+def _collect(seconds: float) -> None:
+    """Full collections, at least one, for so long: objects made for a shorter one would take longer to make."""
+    begun = time.perf_counter()
+    gc.collect()
+    while time.perf_counter() - begun < seconds:
+        gc.collect()
