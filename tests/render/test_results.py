@@ -23,6 +23,7 @@ import nearpeak
 from nearpeak import plan
 from nearpeak._display import Result, headline
 from nearpeak.diffs.difference import difference
+from nearpeak.fixes.record import FixReport
 from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Rival, Speed, SuiteJudgement
 from nearpeak.machines import catalogue
 from nearpeak.machines.machine import Ceiling
@@ -58,6 +59,13 @@ def comparison():
 def sweep():
     timings = tuple(timing(parameters={"rows": rows}) for rows in ("64", "128"))
     return Sweep(name="copy", parameters={"rows": ("64", "128", "256")}, timings=timings, failures={"rows=256": "no"})
+
+
+def fix_report():
+    return FixReport(
+        model="LlamaForCausalLM", machine="NVIDIA H200", torch="2.11", python="3.12", nearpeak="0.1.0",
+        date="2026-01-01", trains=True, batch="int64[4, 4096]", fixes=(), sites=(),
+    )  # fmt: skip
 
 
 def job():
@@ -161,6 +169,7 @@ MADE = {
         lambda: difference(real("vit_first"), real("vit_second")),
         "<Difference of train.py and train.py: same, 51.1 ms -> 50.4 ms a step, -1.4 %>",
     ),
+    "FixReport": (fix_report, "<FixReport of LlamaForCausalLM: nothing helps, nothing was changed>"),
     "Model": (lambda: plan.find_model("llama-3-8b"), "<Model llama-3-8b: 8.03 B weights, 32 layers of 4096>"),
     "Cluster": (cluster, "<Cluster of 8 x h100-sxm: 1 node of 8, NVLink 4 x18 450 GB/s>"),
     "Collective": (
