@@ -633,7 +633,14 @@ class _Trial:
             self.charges.setdefault("WORK_SKIPPED", Charge(name="WORK_SKIPPED", evidence=charge.evidence))
         explained = {
             "INPUT_CHANGED": ("RACE", "RESULT_OVERWRITTEN", "CACHED_RESULT", "WRONG_WHEN_TIMED"),
-            "WORK_ESCAPES": (*_RESULTS, "UNINITIALIZED_MEMORY", "CACHED_RESULT", "RACE", "WORK_SKIPPED"),
+            "WORK_ESCAPES": (
+                *_RESULTS,
+                "RESULT_OVERWRITTEN",
+                "UNINITIALIZED_MEMORY",
+                "CACHED_RESULT",
+                "RACE",
+                "WORK_SKIPPED",
+            ),
             "UNINITIALIZED_MEMORY": (*_RESULTS, "CACHED_RESULT", "RACE", "WORK_SKIPPED"),
             "PRECISION_LOWERED": _RESULTS,
             "WORK_SKIPPED": _RESULTS,

@@ -533,7 +533,7 @@ class Runner:
         """The kernels of a call on a GPU, or the operators of torch on a CPU, with their time."""
         args, kwargs = self.sets[0]
         function = self.functions["candidate"]
-        function(*args, **kwargs)
+        is_interpreted = _runs_in_interpreter(lambda: function(*args, **kwargs))
         totals: dict[str, list[float]] = {}
         if self.instrument is not None:
             for kernel in profile_calls(lambda: function(*args, **kwargs), 1, synchronize=self.synchronize)[0]:
@@ -551,10 +551,9 @@ class Runner:
                     totals[event.key] = [event.count, event.self_cpu_time_total * 1e-6]
             rest = wall - sum(seconds for _, seconds in totals.values())
             totals["outside of torch's operators"] = [1, max(0.0, rest)]
-        triton = sys.modules.get("triton")
         return {
             "kernels": [[name, int(calls), seconds] for name, (calls, seconds) in totals.items()],
-            "interpreted": triton is not None and os.environ.get("TRITON_INTERPRET") == "1",
+            "interpreted": is_interpreted,
         }
 
     def do_held(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -718,6 +717,22 @@ class Runner:
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
+
+
+def _runs_in_interpreter(call: Callable[[], Any]) -> bool:
+    """Whether Triton's interpreter runs kernels of a call."""
+    seen = False
+
+    def watch(frame: Any, event: str, argument: Any) -> None:
+        nonlocal seen
+        seen = seen or frame.f_code.co_filename.endswith("triton/runtime/interpreter.py")
+
+    sys.setprofile(watch)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return seen
 
 
 def read_own(runner: Runner, file: str) -> Any:

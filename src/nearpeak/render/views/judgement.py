@@ -28,10 +28,10 @@ KINDS = {
     "sequence": "repeated calls",
     "sizes": "other sizes",
     "values": "shifted values",
-    "range": "large, small, constant",
-    "spikes": "spikes, dominant lines",
+    "range": "large or small values",
+    "spikes": "spikes",
     "nonfinite": "NaN and infinity",
-    "strides": "strides and offsets",
+    "strides": "strides, offsets",
     "stream": "another stream",
     "graph": "CUDA graph",
     "autocast": "autocast",
@@ -117,9 +117,7 @@ def _speed_facts(judgement: Judgement) -> Iterator[Fact]:
         for rival in speed.rivals:
             if rival.ratio is None or rival.verdict is None:
                 continue
-            text = (
-                f"{words.get(rival.verdict, 'cannot tell from')} {rival.name}: {significant(1 / rival.ratio)} x{where}"
-            )
+            text = f"{words.get(rival.verdict, 'like')} {rival.name}: {significant(1 / rival.ratio)} x{where}"
             yield Fact(label="speed", text=text)
     if len(judgement.speedups) > 1:
         mean, worst = geometric_mean(judgement.speedups), min(judgement.speedups)
@@ -194,8 +192,7 @@ def _checks(checks: tuple[Check, ...]) -> Block:
             )
         )
     table = Table(
-        title="Checks",
-        headers=("varied", "passed", "largest error / tolerance", "typical error / reference's"),
+        headers=("varied", "passed", "error / tolerance", "typical / reference's"),
         rows=tuple(rows),
         align="lrrr",
     )
@@ -205,7 +202,7 @@ def _checks(checks: tuple[Check, ...]) -> Block:
         items = tuple(f"{check.outcome}: {check.inputs}. {check.detail}" for check in rest[:20])
         more = len(rest) - len(items)
         blocks.append(Items(items=(*items, *([f"and {more} more"] if more else [])), title="Not passed", marker="- "))
-    return Section(id="checks", title="How right", blocks=tuple(blocks))
+    return Section(id="checks", title="How right", blocks=tuple(blocks), is_titled=True)
 
 
 def suite_document(suite: SuiteJudgement) -> Document:
