@@ -323,7 +323,7 @@ def test_what_is_measured_is_compiled_before(tmp_path):
 @pytest.mark.usefixtures("quick")
 def test_every_backend_that_takes_a_call_is_timed(monkeypatch):
     """Those of `candidates`, but what runs anyway and what a peer runs; a name that is not obeyed is left out."""
-    chooser = choice.Chooser("made up", ("rows",), lambda features: features["rows"])
+    chooser = choice.Chooser("made up", {"rows": 0.5})
     ran: list[str] = []
 
     def call() -> None:
