@@ -587,6 +587,7 @@ def test_losses_without_logits(criterion: Any, is_site: bool, dtype: torch.dtype
     for one, other in zip(results(), expected, strict=True):
         torch.testing.assert_close(one, other)
         assert one.dtype == other.dtype
+    run_of(model, x, trains=True)  # it can be observed again
     edits.undo()
 
 

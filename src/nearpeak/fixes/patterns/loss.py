@@ -224,7 +224,7 @@ _VIEWS = {
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")),
     *(getattr(Tensor, name).__get__ for name in ("ndim", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse")),
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__),
+    *(Tensor.size, Tensor.stride, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.__len__),
     *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.numel),
 }
 """What is known of logits that were not computed."""
