@@ -475,7 +475,7 @@ class _Trial:
         context = None if not autocast else partial(torch.autocast, self.device.type, getattr(torch, autocast))
         seeds = self._gradient_seeds(inputs) if kind == "gradients" else None
         known = answer(self.task.function, inputs.args, inputs.kwargs, seeds, context, draws)
-        if kind == "nonfinite" and known.is_exact:
+        if kind in ("nonfinite", "infinity") and known.is_exact:
             known = without_nonfinite(known, self.task.function, inputs.args, inputs.kwargs)
         if not known.is_exact and kind == "given":
             self.notes.append("The reference does not run in float64: results are compared with its own dtype.")
@@ -548,7 +548,10 @@ class _Trial:
             self._charge_escape(later, known, expected_results, right)
         if kind == "autocast" and not right:
             detail = f"another precision than the reference under autocast: {worst.where}"
-            return Check(kind=kind, inputs=words, outcome="refused", error=_finite(worst.error), detail=detail)
+            return Check(kind=kind, inputs=words, outcome="differs", error=_finite(worst.error), detail=detail)
+        if kind == "infinity" and not right:  # torch's own kernels differ here: infinity over infinity is NaN, or 0
+            detail = f"another result than the reference's: {worst.where}"
+            return Check(kind=kind, inputs=words, outcome="differs", error=_finite(worst.error), detail=detail)
         poisoned = max(_poisoned_share(mine) for mine in results)
         if not right:
             self._charge_wrong(variant, words, known, worst, poisoned)

@@ -19,7 +19,8 @@ from nearpeak.units import significant
 
 SCHEMA = 1
 Fault = Literal["wrong", "dishonest"]
-Outcome = Literal["passed", "failed", "refused", "not run"]
+Outcome = Literal["passed", "failed", "differs", "refused", "not run"]
+""""differs": it has another result where it may, such as for infinities."""
 
 CHARGES: Mapping[str, tuple[Fault, str]] = {
     "WRONG_VALUES": ("wrong", "Results differ from the reference in float64 by more than rounding explains."),

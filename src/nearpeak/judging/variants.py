@@ -296,7 +296,8 @@ def value_variants(task: Task, inputs: Inputs, draws: random.Random) -> Iterator
             if position != positions[0] and not math.isnan(value):
                 continue
             change = _planted(inputs, position, value, draws)
-            yield from _accepted_values(task, inputs, f"{words} in tensor {position}", "nonfinite", change)
+            kind = "infinity" if value == math.inf else "nonfinite"
+            yield from _accepted_values(task, inputs, f"{words} in tensor {position}", kind, change)
 
 
 def _is_free(tensor: torch.Tensor) -> bool:

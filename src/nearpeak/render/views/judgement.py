@@ -30,7 +30,8 @@ KINDS = {
     "values": "shifted values",
     "range": "large or small values",
     "spikes": "spikes",
-    "nonfinite": "NaN and infinity",
+    "nonfinite": "NaN and -infinity",
+    "infinity": "+infinity",
     "strides": "strides, offsets",
     "stream": "another stream",
     "graph": "CUDA graph",
@@ -82,7 +83,9 @@ def _parts(judgement: Judgement) -> Iterator[Block]:
 def _facts(judgement: Judgement) -> Iterator[Fact]:
     outcomes = [check.outcome for check in judgement.checks]
     right = f"{outcomes.count('passed')} of {len(outcomes)} checks passed"
-    refused = outcomes.count("refused")
+    differs, refused = outcomes.count("differs"), outcomes.count("refused")
+    if differs:
+        right += f", {differs} with another result where it may differ, such as for infinities"
     if refused:
         right += f", {refused} refused: the candidate raises an error there, and the reference does not"
     yield Fact(label="right", text=f"{'yes' if judgement.is_right else 'NO'}; {right}")
@@ -117,7 +120,8 @@ def _speed_facts(judgement: Judgement) -> Iterator[Fact]:
         for rival in speed.rivals:
             if rival.ratio is None or rival.verdict is None:
                 continue
-            text = f"{words.get(rival.verdict, 'like')} {rival.name}: {significant(1 / rival.ratio)} x{where}"
+            times = f"{rival.name}: {significant(1 / rival.ratio)} x{where}"
+            text = f"{words[rival.verdict]} {times}" if rival.verdict in words else f"cannot tell beside {times}"
             yield Fact(label="speed", text=text)
     if len(judgement.speedups) > 1:
         mean, worst = geometric_mean(judgement.speedups), min(judgement.speedups)
