@@ -65,8 +65,11 @@ def check(name, device):
         assert right, what
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    # every fourth one; all of them take minutes
+    [pytest.param(name, marks=pytest.mark.exhaustive if at % 4 else pytest.mark.slow) for at, name in enumerate(CASES)],
+)
 def test_on_a_cpu(name):
     if "cpu" not in load(name).DEVICES:
         pytest.skip("this waste cannot exist on a CPU")

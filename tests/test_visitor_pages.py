@@ -9,8 +9,13 @@ import pytest
 from benchmarks.pages import door
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("page", door.PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=pytest.mark.slow if page.stem == "README" else pytest.mark.exhaustive)
+        for page in door.PAGES
+    ],
+)
 def test_the_output_is_that_of_the_commands(page):
     text = page.read_text(encoding="utf-8")
     assert text == door.refresh(text), "run `python -m benchmarks.pages.door`"

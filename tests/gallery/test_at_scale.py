@@ -91,7 +91,7 @@ def test_bytes_of_training(predicting, only):
     assert sent == ["23.6 GB", "23.6 GB", "35.4 GB"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/comm runs ranks
 def test_two_processes(measuring, only, said):
     result = measuring("collectives")
     assert "right on both ranks, element by element" in said(result)

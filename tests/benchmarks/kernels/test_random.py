@@ -190,7 +190,7 @@ def assert_right(cell: Any, rows: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize(
     "operation",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in drawing.OPERATIONS],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.exhaustive) for name in drawing.OPERATIONS],
 )
 @pytest.mark.usefixtures("quick")
 def test_a_cell_of_each_operation_is_measured_and_right(operation):
