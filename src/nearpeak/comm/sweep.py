@@ -126,8 +126,7 @@ class Clock:
                 taken, was_hidden = read(call, before)
             times.append(taken)
             hidden.append(was_hidden)
-        with self.world.watchdog.call(f"the exchange of times after {what}"):
-            by_rank = self.world.gather_times(times)
+        by_rank = self.world.gather_times(times)
         return Times(by_rank=by_rank, launches_hidden=tuple(hidden) if by_events else ())
 
     def _host_time(self, call: Callable[[], object], before: Callable[[], object]) -> tuple[float, bool]:

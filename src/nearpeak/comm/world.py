@@ -62,6 +62,9 @@ class Group:
         return len(self.ranks)
 
 
+_EXCHANGE = "the exchange after "
+
+
 class World:
     """This process as one rank of a job."""
 
@@ -70,20 +73,22 @@ class World:
         self.backend, self.device = backend, device
         wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
         self.control = distributed.new_group(backend="gloo", timeout=wait)
+        self.watchdog = Watchdog(self.rank, self.size, timeout_s)
         self.hosts: list[str] = self.gather(socket.gethostname())
         self.local_size = self.hosts.count(self.hosts[self.rank])
-        self.watchdog = Watchdog(self.rank, self.size, timeout_s)
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on all ranks."""
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value, group=self.control)
+        with self.watchdog.exchange():
+            distributed.all_gather_object(values, value, group=self.control)
         return values
 
     def decide(self, value: Callable[[], T]) -> T:
         """What rank 0 computes, on all ranks."""
         box: list[Any] = [value() if self.rank == 0 else None]
-        distributed.broadcast_object_list(box, src=0, group=self.control)
+        with self.watchdog.exchange():
+            distributed.broadcast_object_list(box, src=0, group=self.control)
         result: T = box[0]
         return result
 
@@ -91,12 +96,14 @@ class World:
         """The times of all ranks: [rank][call]."""
         mine = torch.tensor(times, dtype=torch.float64)  # (calls,)
         rows = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(rows, mine, group=self.control)
+        with self.watchdog.exchange():
+            distributed.all_gather(rows, mine, group=self.control)
         return [[float(each) for each in row] for row in rows]
 
     def barrier(self) -> None:
         """Waits for all ranks, on the host."""
-        distributed.barrier(group=self.control)
+        with self.watchdog.exchange():
+            distributed.barrier(group=self.control)
 
     def groups(self, mesh: Sequence[int] = ()) -> list[Group]:
         """The whole world, and the groups of every dimension of a mesh that have more than one rank."""
@@ -292,6 +299,15 @@ class Watchdog:
         self._what, self._since = what, time.monotonic()
         yield  # where it fails, the call has not ended
         self._since = None
+
+    @contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Around what ranks tell each other: part of a call, or one of its own after the last call."""
+        if self.in_call:
+            yield
+        else:
+            with self.call(_EXCHANGE + self._what.removeprefix(_EXCHANGE)):
+                yield
 
     def _watch(self) -> None:
         import select
