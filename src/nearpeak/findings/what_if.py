@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -43,6 +43,23 @@ def gemm_op(batch: int, m: int, n: int, k: int, *, dtype: str, tf32: bool = Fals
     )
     name = "aten.bmm.default" if batch > 1 else "aten.mm.default"
     return Op(name=name, arguments={"self": left, "mat2": right}, outputs=(out,), tf32_products=tf32)
+
+
+def with_rows(step: Step, op: Op, times: int, grows: Callable[[Tensor], bool]) -> Op:
+    """The op with so many times the first size of the tensors that grow; parameters and buffers stay as they are."""
+
+    def grown(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(grown, value))
+        if not isinstance(value, Tensor) or not grows(value):
+            return value
+        storage = step.trace.storages.get(value.storage)
+        if storage is not None and storage.kind in ("parameter", "buffer"):
+            return value
+        return dataclasses.replace(value, shape=(value.shape[0] * times, *value.shape[1:]))
+
+    arguments = {name: grown(value) for name, value in op.arguments.items()}
+    return dataclasses.replace(op, arguments=arguments, outputs=grown(op.outputs))
 
 
 def slowness(step: Step, index: int) -> float:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.regions import launch_wait_seconds
 from nearpeak.findings.step import Step
+from nearpeak.findings.what_if import with_rows
 from nearpeak.ops.op import Op
-from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
 
 MIN_OPS = 4
@@ -121,24 +119,8 @@ def _batch_size(step: Step, call: Sequence[int]) -> int | None:
 def _slower(step: Step, index: int, batch: int, times: int) -> float:
     """How many times as long an op takes with so many times the batch."""
     op = step.ops[index]
-    before, after = step.expected(op), step.expected(_with_rows(step, op, batch, times))
+    larger = with_rows(step, op, times, lambda tensor: bool(tensor.shape) and tensor.shape[0] % batch == 0)
+    before, after = step.expected(op), step.expected(larger)
     if not before or after is None:
         return float(times)
     return min(max(after / before, 1.0), float(times))
-
-
-def _with_rows(step: Step, op: Op, batch: int, times: int) -> Op:
-    """The op with so many times the batch; parameters stay as they are."""
-
-    def grown(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(grown, value))
-        if not isinstance(value, Tensor) or not value.shape or value.shape[0] % batch:
-            return value
-        storage = step.trace.storages.get(value.storage)
-        if storage is not None and storage.kind in ("parameter", "buffer"):
-            return value
-        return dataclasses.replace(value, shape=(value.shape[0] * times, *value.shape[1:]))
-
-    arguments = {name: grown(value) for name, value in op.arguments.items()}
-    return dataclasses.replace(op, arguments=arguments, outputs=grown(op.outputs))

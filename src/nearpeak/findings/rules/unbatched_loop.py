@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
@@ -17,7 +16,7 @@ from nearpeak.findings.loops import Loop, has_own_weights, one_op_seconds, param
 from nearpeak.findings.regions import launch_wait_seconds
 from nearpeak.findings.rules.needless_recompute import FULL
 from nearpeak.findings.step import Step
-from nearpeak.findings.what_if import gemm_op
+from nearpeak.findings.what_if import gemm_op, with_rows
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.idle import WORKERS_STARTED, IdleCause
@@ -363,7 +362,9 @@ def _at_once_seconds(step: Step, group: Sequence[int], *, are_added: bool = Fals
     if len(products) == len(group):
         at_once_s = step.expected(_one_product(step, group, products))
     elif family in ("convolution", "attention"):
-        at_once_s = step.expected(_with_rows(step, op, len(group)))
+        known = step.trace.storages
+        larger = with_rows(step, op, len(group), lambda tensor: len(tensor.shape) > 1 and tensor.storage in known)
+        at_once_s = step.expected(larger)
     else:
         at_once_s = one_op_seconds(step, group, are_added=are_added)
     return took if at_once_s is None else min(took, slower * at_once_s)
@@ -393,21 +394,6 @@ def _one_product(step: Step, group: Sequence[int], sizes: Sequence[tuple[int, in
 def _address(op: Op, argument: str) -> tuple[int, int]:
     tensor = op.tensor(argument)
     return tensor.storage, tensor.offset
-
-
-def _with_rows(step: Step, op: Op, times: int) -> Op:
-    """The op with so many times the batch; parameters stay as they are."""
-
-    def grown(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(grown, value))
-        storage = step.trace.storages.get(value.storage) if isinstance(value, Tensor) else None
-        if storage is None or len(value.shape) < 2 or storage.kind in ("parameter", "buffer"):
-            return value
-        return dataclasses.replace(value, shape=(value.shape[0] * times, *value.shape[1:]))
-
-    arguments = {name: grown(value) for name, value in op.arguments.items()}
-    return dataclasses.replace(op, arguments=arguments, outputs=grown(op.outputs))
 
 
 def _remedy(step: Step, loop: Loop, *, own_weights: bool, is_whole: bool) -> str:
