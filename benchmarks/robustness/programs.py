@@ -122,7 +122,8 @@ COMMON = 3
 NARRATION = re.compile(
     r"running |warming up|timing clean steps|starting the profiler|profiling a step|tracing a step"
     r"|the calibration of this machine |measuring this machine|everything needed has been recorded|\S+ goes on\. Ctrl-C"
-    r"|kept as @last|training begins|no step|wrote |nearpeak: "
+    r"|kept as @last|training begins|the program repeats|what the program repeated|waiting up to|no step|wrote "
+    r"|nearpeak: "
 )
 """Lines that nearpeak writes to stderr."""
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.robustness import endings
-from benchmarks.robustness.programs import WAYS, Bench, Outcome, Zygote, corpus, differences, draw, judge
+from benchmarks.robustness.programs import NARRATION, WAYS, Bench, Outcome, Zygote, corpus, differences, draw, judge
+from nearpeak.profiling import session
 
 
 def outcome(**changed: Any) -> Outcome:
@@ -45,6 +46,21 @@ def test_all_ways_have_the_same_lines() -> None:
 def test_a_seed_draws_the_same_programs() -> None:
     assert [program.name for program in draw(5, 9)] == [program.name for program in draw(5, 9)]
     assert draw(5, 9) != draw(6, 9)
+
+
+SAYING = ("say", "_say", "_restart", "period_begins")
+
+
+def test_every_line_that_a_profile_of_a_script_writes_is_known() -> None:
+    said = list(session.PHASE_MESSAGES.values())
+    for path in Path(session.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in SAYING:
+                parts = node.args[0].values if node.args and isinstance(node.args[0], ast.JoinedStr) else node.args
+                texts = [part.value if isinstance(part, ast.Constant) else "no step" for part in parts[:2]]
+                said.append("".join(str(text) for text in texts))
+    assert len(said) > 12
+    assert [line for line in said if not NARRATION.match(line)] == []
 
 
 def test_equal_runs_have_no_differences() -> None:
