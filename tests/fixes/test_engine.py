@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import math
+import random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -30,7 +34,7 @@ def wrong_norm(self, x):
 @pytest.fixture
 def faster(monkeypatch):
     """Every change halves the time of the step."""
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, before, device: speed(0.5))
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, speed(0.5)))
 
 
 def state_of(model: nn.Module) -> list:
@@ -74,7 +78,7 @@ def test_a_wrong_fix_is_rolled_back(faster):
 
 @pytest.mark.parametrize(("ratio", "words"), [(1.2, "slower: 1.200 x"), (1.0, "not faster: 1.000 x")])
 def test_a_fix_that_is_not_faster_is_rolled_back_with_its_figure(ratio, words, monkeypatch):
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, before, device: speed(ratio))
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, speed(ratio)))
     model = make_model()
     before = state_of(model)
     with registered("norm", torch_norm) as id:
@@ -100,7 +104,7 @@ def test_a_large_batch_is_proven_on_a_part_and_compared_in_full(faster):
 @pytest.mark.slow
 def test_as_fast_with_less_memory_is_kept(monkeypatch):
     less = dataclasses.replace(speed(1.0), memory_before=10e9, memory_after=6e9)
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, before, device: less)
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, less))
     with registered("norm", torch_norm) as id, nearpeak.fixed(make_model(), *make_batch(), only=[id]) as fixed:
         assert fixed.report.fixes[0].status == "kept"
 
@@ -286,26 +290,122 @@ def test_what_a_run_shows():
     assert run.call("mlp").args[0].requires_grad
 
 
-def test_turns_of_a_step_are_told_apart(monkeypatch):
-    """By a clock that only the step moves."""
-    clock, way = [0.0], ["after"]
+@pytest.fixture
+def turns(monkeypatch):
+    """A clock that only steps move, by the seconds of the way that they run in; the ways in their order."""
+    clock, ways = [0.0], []
     for name in ("perf_counter", "process_time"):
         monkeypatch.setattr(engine.time, name, lambda: clock[0])
 
+    class Turns:
+        seconds: ClassVar = {0: 0.4, 1: 0.2, 2: 0.2, 3: 0.1}
+        run = ways
+
+        @contextlib.contextmanager
+        def way(self, number):
+            ways.append(number)
+            yield
+
+        def step(self):
+            clock[0] += self.seconds[ways[-1]]
+
+    return Turns()
+
+
+def test_turns_of_a_step_are_told_apart(turns):
+    pairs = [(0, 1), (1, 2), (2, 3), (0, 3)]
+    speeds = time_in_turns(turns.step, turns.way, pairs, torch.device("cpu"))
+    assert [speeds[pair].verdict for pair in pairs] == ["FASTER", "EQUIVALENT", "FASTER", "FASTER"]
+    assert speeds[0, 1].ratio == pytest.approx(0.5)
+    assert speeds[0, 3].saved_s == pytest.approx(0.3)
+    # twice to warm up, and once in every turn, whatever the number of pairs that a way is in
+    assert [turns.run.count(number) for number in range(4)] == [2 + engine.LOOKS[0]] * 4
+
+
+def test_ways_of_decided_pairs_are_no_longer_run(turns, monkeypatch):
+    chance = random.Random(1)
+    monkeypatch.setattr(turns, "seconds", {0: 0.4, 1: 0.2})
+    plain = turns.step
+
     def step():
-        clock[0] += 0.2 if way[0] == "after" else 0.4
+        if turns.run[-1] == 2:
+            turns.seconds[2] = chance.choice((0.15, 0.25))
+        plain()
 
-    class Before:
-        def __enter__(self):
-            way[0] = "before"
+    monkeypatch.setattr(engine, "MAX_SECONDS", math.inf)
+    speeds = time_in_turns(step, turns.way, [(0, 1), (1, 2)], torch.device("cpu"))
+    assert speeds[0, 1].pairs == engine.LOOKS[0]
+    assert speeds[1, 2].pairs > engine.LOOKS[0]
+    assert turns.run.count(0) == 2 + engine.LOOKS[0]
 
-        def __exit__(self, *_):
-            way[0] = "after"
 
-    result = time_in_turns(step, Before, torch.device("cpu"))
-    assert (result.verdict, result.pairs) == ("FASTER", engine.LOOKS[0])
-    assert result.ratio == pytest.approx(0.5)
-    assert result.saved_s == pytest.approx(0.2)
+@contextlib.contextmanager
+def three_fixes(ratios, monkeypatch):
+    """Of the norm, the MLP and the attention, with the time of each as a share of that without it; what was timed."""
+    timed = []
+
+    def time_pairs(step, way, pairs, device):
+        timed.append(pairs)
+        names = list(ratios)[: max(after for _, after in pairs)] if len(timed) == 1 else None
+        return {
+            pair: speed(ratios[names[pair[0]]] if names and pair[1] == pair[0] + 1 else 0.5) for pair in pairs
+        }  # together they are faster
+
+    monkeypatch.setattr(engine, "time_in_turns", time_pairs)
+    paths = {"first": "norm", "second": "mlp", "third": "attention"}
+    with contextlib.ExitStack() as stack:
+        for order, (id, path) in enumerate(paths.items()):
+            forward = torch_norm if path == "norm" else same_forward
+            stack.enter_context(registered(path, forward, id=id, order=order))
+        yield timed
+
+
+def same_forward(self, *args):
+    return type(self).forward(self, *args)
+
+
+def test_what_is_not_faster_is_taken_out_of_the_middle(monkeypatch):
+    model, batch = make_model(), make_batch()
+    before = state_of(model)
+    ratios = {"first": 0.5, "second": 1.2, "third": 0.9}
+    with three_fixes(ratios, monkeypatch) as timed:
+        fixed = nearpeak.fix(model, *batch, only=list(ratios))
+        statuses = {each.id: (each.status, each.speed.ratio) for each in fixed.report.fixes}
+        assert statuses == {"first": ("kept", 0.5), "second": ("rolled back", 1.2), "third": ("kept", 0.9)}
+        assert timed == [[(0, 1), (1, 2), (2, 3), (0, 3)], [(0, 2)]]
+        assert [site.path for site in fixed.report.replaced()] == ["norm", "attention"]
+        assert [path for path, part in model.named_modules() if "forward" in vars(part)] == ["norm", "attention"]
+    fixed.undo()
+    assert state_of(model) == before
+
+
+def test_a_fix_of_the_same_place_is_tried_when_the_first_one_is_not_faster(monkeypatch):
+    """A foreach optimizer, where a fused one does not help."""
+    verdicts = iter([1.3, 0.5])
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: {pairs[0]: speed(next(verdicts))})
+    model, batch = make_model(), make_batch()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = ["fused-optimizer", "foreach-optimizer"]
+    report = nearpeak.fix(model, *batch, optimizer=optimizer, only=ids).report
+    assert [(each.id, each.status) for each in report.fixes] == [(ids[0], "rolled back"), (ids[1], "kept")]
+    assert optimizer.param_groups[0]["foreach"] is True
+    assert not optimizer.param_groups[0]["fused"]
+
+
+def test_a_fix_whose_step_fails_when_it_is_measured_is_rolled_back(monkeypatch):
+    """It is right on a part of the batch."""
+
+    def failing(self, tokens, mask=None):
+        if tokens.shape[1] > 128 and torch.is_grad_enabled():
+            raise RuntimeError("too long")
+        return type(self).forward(self, tokens, mask)
+
+    model, batch = make_model(), make_batch(rows=2, length=150)
+    with registered("", failing) as id:
+        report = nearpeak.fix(model, *batch, only=[id]).report
+    assert report.fixes[0].why.endswith("RuntimeError: too long")
+    assert report.fixes[0].status == "rolled back"
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """`fix`: applies the fixes of the registry to a model one at a time, and keeps what is right and faster.
 
-Each fix is found anew in the model as it is by then, applied to all of its sites, verified at its sites and in the
-whole model (`verify`), and measured in turns with the model without it. What is wrong or not faster is rolled back. At
-the end everything that was kept is verified together, measured against the original, and run once more to see which
-operators ran at each site. Whatever ends this, an error or Ctrl-C, the model is as it was.
+Each fix is found anew in the model as it is by then, applied to all of its sites, and verified at its sites and in the
+whole model (`verify`); what is wrong is rolled back. Then all are measured in the same turns: the original, with the
+first fix, with the first two, and so on, so that a step is run once per turn for the fix that it ends with and the one
+that follows. What is not faster is rolled back, and the others are applied again without it. At the end everything that
+was kept is verified together, and run once more to see which operators ran at each site. Whatever ends this, an error
+or Ctrl-C, the model is as it was.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import math
 import platform
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -64,8 +66,8 @@ NEAR_BOUND = 0.95
 """A site whose expected time is within this share of its bound is left alone."""
 LOOKS = (7, 10, 16, 24, 32, 48)
 """Numbers of pairs after which the interval is looked at: at each look it may end."""
-MAX_SECONDS = 6.0
-"""Per comparison, beyond the pairs of the first look."""
+MAX_SECONDS = 8.0
+"""Of all comparisons in the same turns, beyond the first look."""
 BLOCK_SECONDS = 0.05
 LESS_MEMORY = 0.95
 """A fix that is not faster is kept if it is not slower and the peak memory is at most this share."""
@@ -215,12 +217,19 @@ def _origin(function: Any) -> str:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A fix in force."""
+class _InForce:
+    """A fix that is in force, and right."""
 
     fix: Fix
     edits: Edits
     sites: list[Site]
+    speed: Speed | None = None
+    """None until it is measured."""
+
+    @property
+    def computes(self) -> set[tuple[str, str, str]]:
+        """What was verified: its places with what they compute."""
+        return {(site.place, site.what, site.computes) for site in self.sites}
 
 
 class _Engine:
@@ -246,10 +255,13 @@ class _Engine:
         self.trains = (model.training and needs) if trains is None else trains
         self.loss = loss
         self.say = say
-        self.kept: list[_Kept] = []
+        self.kept: list[_InForce] = []
         self.pending: Edits | None = None
-        self.results: list[AppliedFix] = []
+        self.results: dict[str, AppliedFix] = {}
+        """By the id of the fix."""
         self.sites: list[FixedSite] = []
+        self.step_estimates: dict[tuple[str, ...], Estimate | None] = {}
+        """Of the whole step, by the ids of the fixes in force."""
         self.notes: list[str] = []
         self.machine = known_machine()
         self.own_bytes = _allocated(next(model.parameters(), torch.zeros(())).device)
@@ -292,15 +304,13 @@ class _Engine:
         if self.loss is None and isinstance(_loss_of(run.output), Tensor):
             self.loss = _loss_of
         self._prepare_reference()
-        for each in chosen:
-            if self._try(each, run):
-                run = self.observe()
+        speed = self._keep_faster(chosen, run)
+        measured = len(self.kept)
         final = self._verify_together()
-        speed = None
-        if len(self.kept) == 1:
-            speed = next(each.speed for each in self.results if each.status == "kept")
-        elif self.kept:
-            speed = self._measure([each.edits for each in self.kept])
+        if not self.kept:
+            speed = None
+        elif len(self.kept) < measured:
+            speed = self._measure()
         self._note_kernels()
         return FixReport(
             model=type(self.model).__name__,
@@ -311,7 +321,7 @@ class _Engine:
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             trains=self.trains,
             batch=_batch_text(self.args, self.kwargs),
-            fixes=tuple(self.results),
+            fixes=tuple(self.results.values()),
             sites=tuple(self.sites),
             errors=tuple(final),
             speed=speed,
@@ -359,8 +369,36 @@ class _Engine:
         """The outputs that fixes leave out."""
         return tuple(name for each in (*(kept.fix for kept in self.kept), *tried) for name in each.omits)
 
+    def _keep_faster(self, chosen: Sequence[Fix], run: ModelRun) -> Speed | None:
+        """Puts what is right in force, and takes out again what is not faster; the speed of all that stays."""
+        while True:
+            for each in chosen:  # again after something was taken out: another fix of the same place may apply then
+                if each.id not in self.results and self._try(each, run):
+                    try:
+                        run = self.observe()
+                    except UsageError as error:  # it was verified on a part of the batch
+                        self._roll_back(each, run_error(error.__cause__ or error))
+                        self._take_out(self.kept[-1:])
+            if not self.kept:
+                return None
+            try:
+                speed = self._measure()
+                slow = [each for each in self.kept if self.results[each.fix.id].status != "kept"]
+            except _WayFailed as failure:
+                slow = [self.kept[failure.way - 1]]
+                self._roll_back(slow[0].fix, run_error(failure.error))
+            if not slow:
+                status, why = _decide(speed)
+                if status == "kept" or speed.verdict == "INCONCLUSIVE":
+                    return speed
+                slow = [*self.kept]
+                for kept in slow:
+                    self._roll_back(kept.fix, f"all fixes together are {why}")
+            self._take_out(slow)
+            run = self.observe()
+
     def _try(self, tried: Fix, run: ModelRun) -> bool:
-        """Applies one fix to all of its sites; whether it was kept."""
+        """Applies one fix to all of its sites; whether it is right, and in force."""
         try:
             found = list(tried.sites(run))
         except Exception as error:  # one pattern that fails must not end the others
@@ -370,8 +408,26 @@ class _Engine:
             return False
         started = time.perf_counter()
         self.say(f"{tried.id}: {_count(found, 'site')}")
+        changed, skipped = self._change(found)
+        self.sites += [_site_record(tried, site, "skipped", why) for site, why in skipped]
+        edits = self.pending
+        assert edits is not None
+        result = AppliedFix(id=tried.id, title=tried.title, status="skipped", why="no site could be replaced")
+        if changed:
+            result = self._judge(tried, changed, edits)
+        self.results[tried.id] = result
+        is_right = result.status == "kept"
+        status = "replaced" if is_right else "rolled back"
+        self.sites += [_site_record(tried, site, status, result.why) for site in changed]
+        self.say(f"{tried.id}: {'right' if is_right else result.status} after {seconds(time.perf_counter() - started)}")
+        self._settle(tried, changed, is_right)
+        return is_right
+
+    def _change(self, found: Iterable[Site]) -> tuple[list[Site], list[tuple[Site, str]]]:
+        """Changes sites, with `pending` as the log: those that were, and the others with the reasons."""
         self.pending = edits = Edits()
         changed: list[Site] = []
+        skipped: list[tuple[Site, str]] = []
         for site in found:
             why = site.skip
             if not why:
@@ -383,30 +439,58 @@ class _Engine:
                 except UsageError as error:
                     edits.undo(mark)
                     why = str(error)
-            self.sites.append(_site_record(tried, site, "skipped", why))
-        result = AppliedFix(id=tried.id, title=tried.title, status="skipped", why="no site could be replaced")
-        if changed:
-            result = self._judge(tried, changed, edits)
-        is_kept = result.status == "kept"
-        self.results.append(result)
-        for site in changed:
-            self.sites.append(
-                _site_record(tried, site, "replaced" if is_kept else "rolled back", "" if is_kept else result.why)
-            )
-        self.pending = None
-        self.say(f"{tried.id}: {result.status} after {seconds(time.perf_counter() - started)}")
-        if is_kept:
-            self.kept.append(_Kept(tried, edits, changed))
+            skipped.append((site, why))
+        return changed, skipped
+
+    def _settle(self, tried: Fix, changed: list[Site], is_right: bool, speed: Speed | None = None) -> None:
+        """The pending changes are in force from now on, or undone."""
+        assert self.pending is not None
+        if is_right:
+            self.kept.append(_InForce(tried, self.pending, changed, speed))
         else:
-            edits.undo()
-        return is_kept
+            self.pending.undo()
+        self.pending = None
+
+    def _roll_back(self, fix: Fix, why: str) -> None:
+        """Writes down that a fix is not kept."""
+        self.results[fix.id] = replace(self.results[fix.id], status="rolled back", why=why)
+        self.sites = [
+            replace(each, status="rolled back", why=why) if each.fix == fix.id and each.status == "replaced" else each
+            for each in self.sites
+        ]
+
+    def _take_out(self, slow: Sequence[_InForce]) -> None:
+        """Undoes these fixes, and applies those anew that were found in the model with them."""
+        first = min(self.kept.index(each) for each in slow)
+        later = self.kept[first:]
+        for each in reversed(later):
+            each.edits.undo()
+        del self.kept[first:]
+        for each in later:
+            if each in slow:
+                continue
+            run = self.observe()
+            changed, _ = self._change(each.fix.sites(run))
+            again = _InForce(each.fix, self.pending or Edits(), changed)
+            is_right = bool(changed)
+            speed = each.speed
+            if not changed:
+                self._roll_back(each.fix, "it has no site without a fix that was rolled back")
+            elif not again.computes <= each.computes:  # other code than was verified and measured
+                judged = self._judge(each.fix, changed, again.edits)
+                is_right, speed = judged.status == "kept", None
+                self.results[each.fix.id] = judged
+            self.sites = [site for site in self.sites if (site.fix, site.status) != (each.fix.id, "replaced")]
+            status = "replaced" if is_right else "rolled back"
+            self.sites += [_site_record(each.fix, s, status, self.results[each.fix.id].why) for s in changed]
+            self._settle(each.fix, changed, is_right, speed)
 
     def _judge(self, tried: Fix, changed: list[Site], edits: Edits) -> AppliedFix:
-        """Whether a fix that is in force is right and faster."""
+        """Whether changes that are in force are right; its status is "kept" then, until they are measured."""
         result = AppliedFix(id=tried.id, title=tried.title, status="rolled back")
         try:
             captured = self._capture(changed, edits)
-            predicted_s, at_bound = self._predict(changed, captured, edits)
+            predicted_s, at_bound = self._predict(tried, changed, captured, edits)
             result = replace(result, predicted_s=predicted_s)
             if at_bound:
                 return replace(result, why=f"its sites are within {1 - NEAR_BOUND:.0%} of their bound already")
@@ -417,14 +501,7 @@ class _Engine:
             return replace(result, why=run_error(error))
         result = replace(result, errors=tuple(errors))
         wrong = problem(errors)
-        if wrong:
-            return replace(result, why=f"wrong: {wrong}")
-        try:
-            speed = self._measure([edits])
-        except Exception as error:
-            return replace(result, why=run_error(error))
-        status, why = _decide(speed)
-        return replace(result, speed=speed, status=status, why=why)
+        return replace(result, why=f"wrong: {wrong}") if wrong else replace(result, status="kept")
 
     def _capture(self, changed: Sequence[Site], edits: Edits) -> dict[int, Inputs]:
         """The inputs of one site of each kind, by the place of the site, from a run of the model without the fix."""
@@ -473,15 +550,17 @@ class _Engine:
             errors += self.reference.check(self.model, self.proof, self._omits(tried))
         return errors
 
-    def _predict(self, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> tuple[float | None, bool]:
+    def _predict(
+        self, tried: Fix, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits
+    ) -> tuple[float | None, bool]:
         """The predicted saving per step, from estimates of the sites with and without the fix; and whether all sites
         are at their bound already."""
         if self.machine is None:
             return None, False
         if not captured:
             with edits.suspended():
-                was = _estimate(self._step().run, (), {}, None, self.machine)
-            now = _estimate(self._step().run, (), {}, None, self.machine)
+                was = self._estimate_step()
+            now = self._estimate_step(tried)
             saving = None if was is None or now is None else (was.expected_s or 0.0) - (now.expected_s or 0.0)
             return saving or None, False  # a change that no op shows, as compilation, is not predicted
         total, bounds = 0.0, []
@@ -501,23 +580,45 @@ class _Engine:
             bounds.append(before.fused_s >= NEAR_BOUND * before.expected_s)
         return total, all(bounds)
 
-    def _measure(self, logs: Sequence[Edits]) -> Speed:
-        """The step with these changes against the step without them, in turns."""
+    def _estimate_step(self, *tried: Fix) -> Estimate | None:
+        """The estimate of the step as it is: with what is in force, and a fix that is tried."""
+        assert self.machine is not None
+        key = tuple(each.id for each in (*(kept.fix for kept in self.kept), *tried))
+        if key not in self.step_estimates:
+            self.step_estimates[key] = _estimate(self._step().run, (), {}, None, self.machine)
+        return self.step_estimates[key]
+
+    def _measure(self) -> Speed:
+        """Measures the fixes in force that have not been, and all of them against the original, in the same turns."""
+        count = len(self.kept)
+        singles = {(place, place + 1): each for place, each in enumerate(self.kept) if each.speed is None}
+        pairs = list(dict.fromkeys([*singles, (0, count)]))
+        self.say(f"measuring {_count(singles or self.kept, 'fix')} in turns")
         runner = self._step()
 
         @contextmanager
-        def before() -> Iterator[None]:
+        def first_fixes(in_force: int) -> Iterator[None]:
             with ExitStack() as stack:
-                for log in reversed(logs):
-                    stack.enter_context(log.suspended())
+                for each in reversed(self.kept[in_force:]):
+                    stack.enter_context(each.edits.suspended())
                 yield
 
         with runner.ready():
             ours = _allocated(runner.device) - self.own_bytes
-            speed = time_in_turns(runner.run, before, runner.device)
-        if speed.memory_before is None or speed.memory_after is None:
-            return speed
-        return replace(speed, memory_before=speed.memory_before - ours, memory_after=speed.memory_after - ours)
+            speeds = time_in_turns(runner.run, first_fixes, pairs, runner.device)
+        for pair, speed in speeds.items():
+            if speed.memory_before is not None and speed.memory_after is not None:
+                speeds[pair] = replace(
+                    speed, memory_before=speed.memory_before - ours, memory_after=speed.memory_after - ours
+                )
+        for pair, each in singles.items():
+            each.speed = speeds[pair]
+            status, why = _decide(speeds[pair])
+            self.results[each.fix.id] = replace(self.results[each.fix.id], speed=speeds[pair], why=why)
+            self.say(f"{each.fix.id}: {status}, {speeds[pair].ratio:.3f} x the time")
+            if status != "kept":
+                self._roll_back(each.fix, why)
+        return speeds[0, count]
 
     def _verify_together(self) -> list[Errors]:
         """The errors of the whole model with all that was kept, on all inputs; what makes it wrong is rolled back."""
@@ -540,17 +641,7 @@ class _Engine:
                 return errors
             last = self.kept.pop()
             last.edits.undo()
-            why = f"wrong in the whole model: {wrong}"
-            self.results = [
-                replace(each, status="rolled back", why=why) if each.id == last.fix.id else each
-                for each in self.results
-            ]
-            self.sites = [
-                replace(each, status="rolled back", why=why)
-                if each.fix == last.fix.id and each.status == "replaced"
-                else each
-                for each in self.sites
-            ]
+            self._roll_back(last.fix, f"wrong in the whole model: {wrong}")
         return []
 
     def _note_kernels(self) -> None:
@@ -575,7 +666,7 @@ class _Engine:
             (wanted,) = fixes([id])
             found = {(site.place, site.what): site for site in wanted.sites(self.observe())}
             edits = Edits()
-            self.kept.append(_Kept(wanted, edits, []))
+            self.kept.append(_InForce(wanted, edits, []))
             for site in report.replaced():
                 if site.fix != id:
                     continue
@@ -600,13 +691,26 @@ def _decide(speed: Speed) -> tuple[FixStatus, str]:
     return "rolled back", f"{words[speed.verdict]}: {speed.ratio:.3f} x the time [{speed.low:.3f}, {speed.high:.3f}]"
 
 
-def time_in_turns(
-    step: Callable[[], object], before: Callable[[], Any], device: torch.device, *, seed: int = 0
-) -> Speed:
-    """Times a step as it is and inside of `before()`, in pairs of random order, until the interval decides.
+class _WayFailed(Exception):
+    """A step did not run in one of the ways."""
 
-    The same model is switched back and forth, so that both ways have the same weights and memory. `compare` takes two
-    cases that exist side by side.
+    def __init__(self, way: int, error: Exception) -> None:
+        super().__init__(way)
+        self.way, self.error = way, error
+
+
+def time_in_turns(
+    step: Callable[[], object],
+    way: Callable[[int], Any],
+    pairs: Sequence[tuple[int, int]],
+    device: torch.device,
+    *,
+    seed: int = 0,
+) -> dict[tuple[int, int], Speed]:
+    """Times a step in several ways, in turns and in random order, until the interval of each pair of ways decides.
+
+    The same model is switched by the context `way(number)`, so that all ways have the same weights and memory, where
+    `compare` takes two cases that exist side by side. Ways of pairs that are decided are no longer run.
     """
     backend = backend_of(device)
     index = device.index or 0
@@ -614,53 +718,71 @@ def time_in_turns(
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if is_alone else time.perf_counter
 
-    def block(calls: int) -> float:
-        backend.synchronize(index)
-        start = clock()
-        for _ in range(calls):
-            step()
-        backend.synchronize(index)
-        return (clock() - start) / calls
+    def block(number: int, calls: int) -> float:
+        with way(number):
+            backend.synchronize(index)
+            start = clock()
+            for _ in range(calls):
+                step()
+            backend.synchronize(index)
+            return (clock() - start) / calls
 
-    def both(take: Callable[[], float], order: Sequence[int]) -> list[float]:
-        times = [0.0, 0.0]
-        for way in order:
-            if way:
-                times[1] = take()
-            else:
-                with before():
-                    times[0] = take()
-        return times
-
-    first_s = block(1)
-    both(partial(block, 1), [0])
-    warm = [_with_peak_memory(backend, index, partial(both, partial(block, 1), [way])) for way in (0, 1)]
-    memory = [peak for _, peak in warm]
-    calls = max(1, math.ceil(BLOCK_SECONDS / max(min(max(times) for times, _ in warm), 1e-9)))
+    first_s: dict[int, float] = {}
+    memory: dict[int, float | None] = {}
+    warm: list[float] = []
+    for number in sorted({number for pair in pairs for number in pair}):
+        try:
+            first_s[number] = block(number, 1)
+            taken_s, memory[number] = _with_peak_memory(backend, index, partial(block, number, 1))
+        except Exception as error:
+            if number == 0:
+                raise
+            raise _WayFailed(number, error) from error
+        warm.append(taken_s)
+    calls = max(1, math.ceil(BLOCK_SECONDS / max(min(warm), 1e-9)))
     chance = random.Random(seed)
-    pairs: list[list[float]] = []
-    started = time.perf_counter()
+    rounds: list[dict[int, float]] = []
+    results: dict[tuple[int, int], Speed] = {}
+    undecided = list(pairs)
+    beyond: float | None = None
     with quiet_collector():
         for look in LOOKS:
-            while len(pairs) < look:
-                pairs.append(both(lambda: block(calls), chance.sample((0, 1), 2)))
-            center = signed_rank_center([math.log(after / was) for was, after in pairs], CONFIDENCE)
-            low, high = math.exp(center.interval.low), math.exp(center.interval.high)
-            outcome = verdict(low, high, MARGIN)
-            if outcome != "INCONCLUSIVE" or time.perf_counter() - started > MAX_SECONDS:
+            active = sorted({number for pair in undecided for number in pair})
+            while len(rounds) < look:
+                order = chance.sample(active, len(active))
+                rounds.append({number: block(number, calls) for number in order})
+            for pair in undecided:
+                results[pair] = _speed_of(pair, rounds, memory, first_s)
+            undecided = [pair for pair in undecided if results[pair].verdict == "INCONCLUSIVE"]
+            beyond = time.perf_counter() if beyond is None else beyond
+            if not undecided or time.perf_counter() - beyond > MAX_SECONDS:
                 break
+    return results
+
+
+def _speed_of(
+    pair: tuple[int, int],
+    rounds: Sequence[dict[int, float]],
+    memory: dict[int, float | None],
+    first_s: dict[int, float],
+) -> Speed:
+    """The speed of the second way of a pair against the first, from the turns that both were run in."""
+    before, after = pair
+    times = [(each[before], each[after]) for each in rounds if before in each and after in each]
+    center = signed_rank_center([math.log(now / was) for was, now in times], CONFIDENCE)
+    low, high = math.exp(center.interval.low), math.exp(center.interval.high)
     return Speed(
-        before_s=median([was for was, _ in pairs]),
-        after_s=median([after for _, after in pairs]),
+        before_s=median([was for was, _ in times]),
+        after_s=median([now for _, now in times]),
         ratio=math.exp(center.value),
         low=low,
         high=high,
         confidence=center.interval.confidence,
-        pairs=len(pairs),
-        verdict=outcome,
-        memory_before=memory[0],
-        memory_after=memory[1],
-        first_s=first_s,
+        pairs=len(times),
+        verdict=verdict(low, high, MARGIN),
+        memory_before=memory[before],
+        memory_after=memory[after],
+        first_s=first_s[after],
     )
 
 
@@ -671,7 +793,7 @@ def _allocated(device: torch.device) -> float:
     return 0.0 if current is None else current[0]
 
 
-def _with_peak_memory(backend: Any, index: int, run: Callable[[], list[float]]) -> tuple[list[float], float | None]:
+def _with_peak_memory(backend: Any, index: int, run: Callable[[], float]) -> tuple[float, float | None]:
     if not isinstance(backend, GpuBackend):
         return run(), None
     torch.cuda.reset_peak_memory_stats(index)
@@ -896,5 +1018,6 @@ def _machine_name(device: torch.device) -> str:
     return str(device) if backend is None else backend.properties(device.index or 0).name
 
 
-def _count(items: Sequence[Any], noun: str) -> str:
-    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+def _count(items: Collection[Any], noun: str) -> str:
+    plural = "es" if noun.endswith("x") else "s"
+    return f"{len(items)} {noun}{'' if len(items) == 1 else plural}"

@@ -1,8 +1,8 @@
 """Makes the model of a script faster while it runs: applies fixes, proves each, keeps what is right and faster.
 
 Runs SCRIPT, or -m MODULE, with its arguments, finds its model and optimizer, and after some steps tries the fixes that
-apply to them: one at a time, verified against a float64 reference and measured in turns with the original. What is
-wrong or not faster is rolled back, and the script goes on with the rest. Options go before SCRIPT.
+apply to them: each is verified against a float64 reference, and measured in turns with what is there without it. What
+is wrong or not faster is rolled back, and the script goes on with the rest. Options go before SCRIPT.
 
 The certificate of --json can be applied again without measuring (--apply, or nearpeak.fix_from in Python), and checked
 on another machine (--verify). Fixes that change the numerics, such as tf32, are tried only if --only names them.
