@@ -93,3 +93,14 @@ def _is_bulk_read(step: Step, op: Op) -> bool:
 def copy_sources(op: Op) -> Sequence[Tensor]:
     """What a copy reads."""
     return op.tensors("src") if op.packet != "aten._to_copy" else op.tensors("self")
+
+
+def is_copy_to_device(step: Step, op: Op) -> bool:
+    """Whether an op copies from host to device memory; False if storages are not known."""
+    written = op.written
+    return (
+        op.packet in COPIES
+        and bool(written)
+        and not any(tensor.storage in step.trace.on_host for tensor in written)
+        and any(tensor.storage in step.trace.on_host for tensor in copy_sources(op))
+    )

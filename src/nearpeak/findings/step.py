@@ -29,6 +29,8 @@ StepFact = Literal["storages", "lines", "host", "memory"]
 memory."""
 _LARGE_GROUP, _LEAST_GROUPS = 0.01, 3
 """Ops of one kind that take this share of the step tell its pace, if there are so many kinds."""
+FULL_MEMORY = 0.85
+"""The share of the memory that a step may need; the rest allows for fragmentation."""
 PROFILER_SECONDS_PER_OP = 2e-5
 """The time that the profiler adds to an op on the host, at most."""
 

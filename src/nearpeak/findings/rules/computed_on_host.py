@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.host_reads import copy_sources
-from nearpeak.findings.rules.synchronization import is_copy_to_device
+from nearpeak.findings.host_reads import copy_sources, is_copy_to_device
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import Op, name_without_origin
 from nearpeak.units import quantity, seconds

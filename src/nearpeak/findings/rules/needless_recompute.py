@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import FULL_MEMORY, Step
 from nearpeak.units import GIB, seconds
-
-FULL = 0.85
-"""The share of the memory that a step may need without recomputation; the rest allows for fragmentation."""
 
 
 @rule("needless-recompute", needs=["storages", "memory"])
@@ -21,7 +18,7 @@ def needless_recompute(step: Step) -> Iterator[Waste]:
     recomputed = [index for index, op in enumerate(step.ops) if op.recomputed]
     saved_bytes = _saved_bytes(step, recomputed)
     needed = memory.peak_bytes + saved_bytes
-    if not recomputed or needed > FULL * memory.capacity_bytes:
+    if not recomputed or needed > FULL_MEMORY * memory.capacity_bytes:
         return
     took = step.seconds(recomputed)
     yield Waste(
@@ -31,7 +28,7 @@ def needless_recompute(step: Step) -> Iterator[Waste]:
         evidence=f"{len(recomputed)} ops are recomputed and take {seconds(took)}. The step needs "
         f"{memory.peak_bytes / GIB:.3g} GiB of {memory.capacity_bytes / GIB:.3g} GiB at its peak.",
         reasoning=f"Their results take {saved_bytes / GIB:.3g} GiB more at most: {needed / GIB:.3g} GiB, under "
-        f"{FULL:.0%} of the memory. Each op then runs once.",
+        f"{FULL_MEMORY:.0%} of the memory. Each op then runs once.",
         remedy="Call the block itself, without torch.utils.checkpoint.checkpoint around it "
         "(transformers: model.gradient_checkpointing_disable()).",
     )

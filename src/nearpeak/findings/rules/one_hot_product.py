@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, shape_text
-from nearpeak.findings.what_if import median_slowness
+from nearpeak.findings.what_if import GATHERED_PASSES, median_slowness
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Nonzeros, Op
 from nearpeak.ops.tensor import Tensor
@@ -18,10 +18,6 @@ _MOST_IN_A_ROW = 8
 """Elements that are not zero: a matrix with more of them in a row does more than to move rows."""
 _EXPANDED = 16
 """A tensor with this many times the elements that are not zero is there for the product alone."""
-PASSES = {"gpu": 9.5, "cpu": 2.0}
-"""The time of a gather, a product and `index_add` with the elements that are not zero, or of their gradient, over that
-of one pass over as many rows. On an H200, 160,000 x 256 in float32, forward and backward: 9.5, since the gradient of
-the gather sorts its rows. On a Xeon, 12,000 x 64 to 64,000 x 32: 1.6 to 2.3. torch's sparse products take less."""
 
 
 @rule("one-hot-product", needs=["storages"])
@@ -232,7 +228,7 @@ def _left(step: Step, index: int, matrix: Tensor, nonzeros: Nonzeros) -> float:
         return step.expected(_lookup(step, round(rows), round(width), matrix.dtype)) or 0.0
     size = rows * width * matrix.item_bytes
     moved = step.expected_for_work([Access(storage=-1, bytes=size)], [Access(storage=-2, bytes=size)], kind="indexing")
-    return PASSES[step.machine.kind] * moved
+    return GATHERED_PASSES[step.machine.kind] * moved
 
 
 def _lookup(step: Step, rows: int, width: int, dtype: str) -> Op:

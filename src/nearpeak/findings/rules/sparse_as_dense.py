@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.rules.one_hot_product import PASSES
 from nearpeak.findings.step import Step, shape_text
-from nearpeak.findings.what_if import median_slowness
+from nearpeak.findings.what_if import GATHERED_PASSES, median_slowness
 from nearpeak.ops.cost import Access
 from nearpeak.units import percent, quantity, seconds
 
@@ -68,4 +67,4 @@ def _element_seconds(step: Step, index: int, storage: int, zeros: float) -> floa
     matrix, width = (left, right.shape[-1]) if left.storage == storage else (right, left.shape[-2])
     size = (1 - zeros) * matrix.elements * width * matrix.item_bytes
     passes = step.expected_for_work([Access(storage=-1, bytes=size)], [Access(storage=-2, bytes=size)], kind="indexing")
-    return PASSES[step.machine.kind] * passes
+    return GATHERED_PASSES[step.machine.kind] * passes

@@ -12,7 +12,14 @@ from typing import NamedTuple
 from nearpeak.findings.convolutions import searched_convolutions
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.experts import expert_places
-from nearpeak.findings.host_reads import COPIES, READS, copy_sources, reading_places, reads_for_python
+from nearpeak.findings.host_reads import (
+    COPIES,
+    READS,
+    copy_sources,
+    is_copy_to_device,
+    reading_places,
+    reads_for_python,
+)
 from nearpeak.findings.step import Step, is_source_line
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Op
@@ -85,17 +92,6 @@ def _copies_by_place(step: Step) -> dict[str, list[int]]:
         if is_copy_to_device(step, op):
             copies.setdefault(op.place, []).append(index)
     return copies
-
-
-def is_copy_to_device(step: Step, op: Op) -> bool:
-    """Whether an op copies from host to device memory; False if storages are not known."""
-    written = op.written
-    return (
-        op.packet in COPIES
-        and bool(written)
-        and not any(tensor.storage in step.trace.on_host for tensor in written)
-        and any(tensor.storage in step.trace.on_host for tensor in copy_sources(op))
-    )
 
 
 def _is_pinned(step: Step, op: Op) -> bool:

@@ -14,8 +14,7 @@ from nearpeak.findings.host_reads import is_read, reading_loops
 from nearpeak.findings.liveness import ADDITIONS, gradient_sums
 from nearpeak.findings.loops import Loop, has_own_weights, one_op_seconds, parameters_of, slowest_line
 from nearpeak.findings.regions import launch_wait_seconds
-from nearpeak.findings.rules.needless_recompute import FULL
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import FULL_MEMORY, Step
 from nearpeak.findings.what_if import gemm_op, with_rows
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
@@ -97,7 +96,7 @@ def _saves_memory(step: Step, loop: Loop) -> bool:
         return True
     written = {storage for index in loop.members for storage in step.flow.written_by[index]}
     kept_bytes = sum(step.trace.storages[storage].bytes for storage in written)
-    return memory.peak_bytes + kept_bytes > FULL * memory.capacity_bytes
+    return memory.peak_bytes + kept_bytes > FULL_MEMORY * memory.capacity_bytes
 
 
 def _is_one_op_for_each_tensor(step: Step, loop: Loop) -> bool:
