@@ -10,13 +10,21 @@ from types import SimpleNamespace
 import pytest
 
 import nearpeak
-from nearpeak.gallery.examples import collectives, memory_7b, mfu, moe_degrees, optimization, small_llama
+from nearpeak.gallery.examples import (
+    collectives,
+    memory_7b,
+    mfu,
+    moe_degrees,
+    optimization,
+    parallel_training,
+    small_llama,
+)
 from nearpeak.gallery.parts import Drawing, Plot, PredictionTable, StackedBars
 from nearpeak.gallery.run import Context
 from nearpeak.profiles.grade import Grade
 from nearpeak.render.document import Table
 
-NAMES = ("moe_degrees", "collectives", "memory_7b", "mfu", "optimization")
+NAMES = ("moe_degrees", "collectives", "parallel_training", "memory_7b", "mfu", "optimization")
 MEASUREMENTS = Path(__file__).parents[2] / "benchmarks" / "measurements" / "measured_training.csv"
 
 
@@ -97,6 +105,24 @@ def test_two_processes(measuring, only, said):
     assert "right on both ranks, element by element" in said(result)
     assert {row.what for row in result.rows} == {*collectives.OPS, "all_reduce of 1 kB"}
     assert all(row.measured > 0 and row.predicted > 0 for row in result.rows)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_as_one_does(measuring, only, said):
+    result = measuring("parallel_training")
+    assert "All three agree with one rank" in said(result)
+    (plot,) = only(result, Plot)
+    assert {series.name for series in plot.series} == set(parallel_training.WAYS)
+    assert all(row.holds for row in result.rows if row.what in parallel_training.KEPT and row.predicted > 12e6)
+
+
+def test_ways_that_do_not_train_or_differ_are_named():
+    def trained(*losses):
+        return {"losses": list(losses), "seconds": 1.0, "kept": 0, "sent": None}
+
+    results = {"one rank": trained(2.0, 1.0), "data parallel": trained(2.0, 1.01), "tensor parallel": trained(2.0, 1.0)}
+    assert parallel_training.disagreeing(results) == ["data parallel"]
+    assert parallel_training.disagreeing({"one rank": trained(2.0, 2.0)}) == ["one rank"]
 
 
 def test_two_processes_that_hang_are_ended(monkeypatch):

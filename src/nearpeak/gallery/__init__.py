@@ -30,6 +30,7 @@ NAMES = (
     "kv_cache",
     "asymptotics",
     "collectives",
+    "parallel_training",
     "memory_7b",
     "power",
     "mfu",

@@ -12,7 +12,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -269,27 +270,32 @@ def _for_real(context: Context) -> Iterator[Part]:
 
 def measure_two() -> CommRun | None:
     """What `nearpeak comm` measures with two ranks; None where they fail or take too long."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    environment = {**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ops = [word for op in (*OPS, "send_recv") for word in ("--op", op)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "comm.json"
         sizes = ["--bytes", f"{SMALL},{SIZE}", "--max-seconds", "0.3", "--json", str(file)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "nearpeak", "comm", "--ranks", "2", "--backend", "gloo", *ops, *sizes],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            process.wait(timeout=TIMEOUT_SECONDS)
+        run_two(["nearpeak", "comm", "--ranks", "2", "--backend", "gloo", *ops, *sizes])
+        with suppress(FileProblem):
             return load_run(file)
-        except (subprocess.TimeoutExpired, FileProblem):
-            return None
-        finally:
-            process.terminate()  # torchrun's code ends both ranks; no effect where they have ended
-            process.wait()
+    return None
+
+
+def run_two(module: Sequence[str]) -> None:
+    """Runs a module that starts two ranks on this machine, without a GPU, and ends it where it takes too long."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *module],
+        env={**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.terminate()  # torchrun's code ends both ranks; no effect where they have ended
+        process.wait()
 
 
 def _fastest(run: CommRun, op: str, size: int) -> float:
