@@ -219,7 +219,9 @@ def test_several_files_are_written_and_one_that_fails_stops_no_other(tmp_path, c
     assert verbs_profile.show_profile(made, arguments, verbs_profile.ResultFiles(arguments, keep=False)) == 2
     captured = capsys.readouterr()
     assert captured.out.startswith("Step:")
-    assert "this profile has no timeline" in captured.err
+    (told,) = (line for line in captured.err.splitlines() if line.startswith("nearpeak: "))
+    assert told.startswith(f"nearpeak: {names[1]}: the profile of ")
+    assert "has no timeline" in told
     assert [Path(name).exists() for name in names] == [True, False, True]
 
 

@@ -30,8 +30,8 @@ def trace_json(profile: Profile, findings: Sequence[Finding]) -> str:
     """The file. UsageError where a profile has no timeline."""
     if not profile.timeline:
         raise UsageError(
-            f"{visible(profile.source, 80)}: this profile has no timeline, so there is nothing to show in Perfetto. An "
-            "older nearpeak made it: profile again."
+            f"the profile of {visible(profile.source, 80)} has no timeline, so there is nothing to show in Perfetto. "
+            "An older nearpeak made it: profile again."
         )
     facts = {
         "source": visible(profile.source),

@@ -446,7 +446,7 @@ def write_reports(
         try:
             write(profile, path, options)
         except NearpeakError as error:
-            say(f"nearpeak: {error}")
+            say(f"nearpeak: {error}" if path in str(error) else f"nearpeak: {path}: {error}")
             code = error.exit_code
             continue
         say(f"wrote {path}")

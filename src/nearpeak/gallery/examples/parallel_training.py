@@ -69,7 +69,8 @@ def fully_sharded(model: nn.Module) -> nn.Module:
 
     for block in model.children():
         fully_shard(block, mesh=_mesh())
-    return fully_shard(model, mesh=_mesh())
+    fully_shard(model, mesh=_mesh())
+    return model
 
 
 def tensor_parallel(model: nn.Module) -> nn.Module:
@@ -128,8 +129,8 @@ def example(context: Context) -> Iterator[Part]:
         f"A model of {BLOCKS} residual blocks, {HIDDEN} to {INNER} and back, {WEIGHTS / 1e6:.1f} million weights in"
         f" float32, learns {ROWS} rows by AdamW. This is all that the three ways need:"
     )
-    for way in (data_parallel, fully_sharded, tensor_parallel):
-        yield CodeBlock(text=inspect.getsource(way))
+    for split in (data_parallel, fully_sharded, tensor_parallel):
+        yield CodeBlock(text=inspect.getsource(split))
     results = train_two(context) if context.measures else None
     yield prediction_table(
         "Weights, gradients and moments on each rank",
