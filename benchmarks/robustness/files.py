@@ -449,9 +449,8 @@ def judge(name: str, path: Path, code: int, out: str, err: str, written: Sequenc
         return "several messages"
     package = {"catalogue": "catalogue.toml", "systems": "clusters.toml", "kept run": "Z.json.gz"}
     named = (path.name, package.get(name, path.name), path.parent.name if name == "config" else path.name)
-    if not any(each in err for each in named) and not re.search(
-        r"own\d+/out\.", messages[0]
-    ):  # a file that could not be written
+    could_not_be_written = re.search(r"own\d+/out\.", messages[0])
+    if not any(each in err for each in named) and not could_not_be_written:
         return "unnamed file"
     return "error"
 

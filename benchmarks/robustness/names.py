@@ -138,23 +138,30 @@ def _renamed(data: Any, name: str, key: str = "") -> Any:
 class Tags(HTMLParser):
     """The elements of a page with the names of their attributes, and what is inside of scripts and styles.
 
-    Two things may depend on names: a text between backticks is code, and a cell with a long text may be broken.
+    Three things may depend on names: a text between backticks is code, a term outside of code is explained when it is
+    pointed at, and a cell with a long text may be broken.
     """
 
     def __init__(self, text: str) -> None:
         super().__init__(convert_charrefs=True)
         self.found: list[Any] = []
+        self._spans: list[bool] = []
+        """Whether each span that is open is a term that is explained."""
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """An element begins."""
-        if (tag, attrs) != ("code", []):
+        is_term = tag == "span" and [name for name, _ in attrs] == ["class", "tabindex", "title"]
+        if tag == "span":
+            self._spans.append(is_term)
+        if (tag, attrs) != ("code", []) and not is_term:
             self.found.append((tag, *(name for name, value in attrs if (tag, name, value) != ("td", "class", "long"))))
 
     def handle_endtag(self, tag: str) -> None:
         """An element ends."""
-        if tag != "code":
+        is_term = tag == "span" and bool(self._spans) and self._spans.pop()
+        if tag != "code" and not is_term:
             self.found.append(f"/{tag}")
 
     def handle_comment(self, data: str) -> None:
