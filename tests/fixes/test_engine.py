@@ -17,6 +17,7 @@ from torch.nn import functional
 import nearpeak
 from nearpeak.errors import UsageError
 from nearpeak.fixes import engine, record
+from nearpeak.fixes.arguments import ArgumentState
 from nearpeak.fixes.engine import refuse_patched, time_in_turns
 from nearpeak.fixes.registry import Site, forget_fix, observe
 from nearpeak.fixes.registry import fix as register
@@ -34,7 +35,7 @@ def wrong_norm(self, x):
 @pytest.fixture
 def faster(monkeypatch):
     """Every change halves the time of the step."""
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, speed(0.5)))
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device, **_: dict.fromkeys(pairs, speed(0.5)))
 
 
 def state_of(model: nn.Module) -> list:
@@ -78,7 +79,9 @@ def test_a_wrong_fix_is_rolled_back(faster):
 
 @pytest.mark.parametrize(("ratio", "words"), [(1.2, "slower: 1.200 x"), (1.0, "not faster: 1.000 x")])
 def test_a_fix_that_is_not_faster_is_rolled_back_with_its_figure(ratio, words, monkeypatch):
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, speed(ratio)))
+    monkeypatch.setattr(
+        engine, "time_in_turns", lambda step, way, pairs, device, **_: dict.fromkeys(pairs, speed(ratio))
+    )
     model = make_model()
     before = state_of(model)
     with registered("norm", torch_norm) as id:
@@ -101,10 +104,49 @@ def test_a_large_batch_is_proven_on_a_part_and_compared_in_full(faster):
     assert references["all of the batch"] == "original"
 
 
+class Cache:
+    def __init__(self):
+        self.layers = [{"keys": torch.ones(1, 3, 4)}]
+        self.length = torch.zeros((), dtype=torch.long)
+        self.calls = 0
+
+
+class Decoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.project = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        keys = torch.cat([cache.layers[0]["keys"], x[:, None]], 1)
+        cache.layers[0]["keys"] = keys
+        cache.layers.append(None)
+        cache.length += 1
+        cache.calls += 1
+        return self.project(keys.mean(1)) + cache.length
+
+
+def test_a_cache_among_the_arguments_is_as_it_was(faster):
+    torch.manual_seed(0)
+    model, cache, x = Decoder().eval(), Cache(), torch.randn(1, 4)
+    keys, length = cache.layers[0]["keys"], cache.length
+    state = ArgumentState((x, cache), {})
+    model(x, cache)
+    assert state.changes() == "Cache.calls changes from 0 to 1"
+    state.restore()
+    assert state.changes() == ""
+    assert state.holds()
+    with registered("project", same_forward) as id:
+        fixed = nearpeak.fix(model, x, cache, only=[id])
+    assert fixed.report.fixes[0].status == "kept"
+    assert (cache.calls, len(cache.layers), int(length)) == (0, 1, 0)
+    assert cache.layers[0]["keys"] is keys
+    assert cache.length is length
+
+
 @pytest.mark.slow
 def test_as_fast_with_less_memory_is_kept(monkeypatch):
     less = dataclasses.replace(speed(1.0), memory_before=10e9, memory_after=6e9)
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, less))
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device, **_: dict.fromkeys(pairs, less))
     with registered("norm", torch_norm) as id, nearpeak.fixed(make_model(), *make_batch(), only=[id]) as fixed:
         assert fixed.report.fixes[0].status == "kept"
 
@@ -344,7 +386,7 @@ def three_fixes(ratios, monkeypatch):
     """Of the norm, the MLP and the attention, with the time of each as a share of that without it; what was timed."""
     timed = []
 
-    def time_pairs(step, way, pairs, device):
+    def time_pairs(step, way, pairs, device, **_):
         timed.append(pairs)
         names = list(ratios)[: max(after for _, after in pairs)] if len(timed) == 1 else None
         return {
@@ -382,7 +424,9 @@ def test_what_is_not_faster_is_taken_out_of_the_middle(monkeypatch):
 def test_a_fix_of_the_same_place_is_tried_when_the_first_one_is_not_faster(monkeypatch):
     """A foreach optimizer, where a fused one does not help."""
     verdicts = iter([1.3, 0.5])
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: {pairs[0]: speed(next(verdicts))})
+    monkeypatch.setattr(
+        engine, "time_in_turns", lambda step, way, pairs, device, **_: {pairs[0]: speed(next(verdicts))}
+    )
     model, batch = make_model(), make_batch()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     ids = ["fused-optimizer", "foreach-optimizer"]

@@ -42,7 +42,7 @@ print("layout", model.weight.is_contiguous(memory_format=torch.channels_last))
 
 @pytest.fixture
 def faster(monkeypatch):
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, speed(0.5)))
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device, **_: dict.fromkeys(pairs, speed(0.5)))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_a_training_script_goes_on_with_the_fixed_model(faster, script, capfd, t
 
 @pytest.mark.slow
 def test_the_results_of_a_script_do_not_change(script, capfd, monkeypatch):
-    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device: dict.fromkeys(pairs, speed(1.5)))
+    monkeypatch.setattr(engine, "time_in_turns", lambda step, way, pairs, device, **_: dict.fromkeys(pairs, speed(1.5)))
     file = script(TRAINING)
     plain = subprocess.run([sys.executable, file, "6"], capture_output=True, text=True, check=True).stdout
     assert cli.main(["fix", "--only", "fused-optimizer", file, "6"]) == 0

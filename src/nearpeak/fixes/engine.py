@@ -35,6 +35,7 @@ from nearpeak.devices.backends import backend_of, find_backend
 from nearpeak.devices.device import GpuBackend
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import NearpeakError, UsageError
+from nearpeak.fixes.arguments import ArgumentState
 from nearpeak.fixes.edits import MARK, Edits
 from nearpeak.fixes.record import AppliedFix, Errors, FixedSite, FixReport, FixStatus, Speed, read
 from nearpeak.fixes.registry import OPTIMIZER, Fix, ModelRun, Site, fixes, observe
@@ -253,6 +254,7 @@ class _Engine:
         self.model, self.args, self.kwargs, self.optimizer = model, args, kwargs, optimizer
         needs = any(parameter.requires_grad for parameter in model.parameters())
         self.trains = (model.training and needs) if trains is None else trains
+        self.state = ArgumentState(args, kwargs)
         self.loss = loss
         self.say = say
         self.kept: list[_InForce] = []
@@ -287,9 +289,12 @@ class _Engine:
     def observe(self) -> ModelRun:
         """What the model shows as it is now."""
         try:
-            return observe(
-                self.model, self.args, self.kwargs, optimizer=self.optimizer, loss=self.loss, trains=self.trains
-            )
+            with self.state.restoring():
+                run = observe(
+                    self.model, self.args, self.kwargs, optimizer=self.optimizer, loss=self.loss, trains=self.trains
+                )
+                run.argument_changes = self.state.changes()
+            return run
         except NearpeakError:
             raise
         except Exception as error:
@@ -363,7 +368,7 @@ class _Engine:
         return Inputs(name="the batch", args=self.args, kwargs=self.kwargs, grad=self.trains)
 
     def _step(self) -> _Step:
-        return _Step(self.model, self.args, self.kwargs, self.loss, self.optimizer, self.trains)
+        return _Step(self.model, self.args, self.kwargs, self.state, self.loss, self.optimizer, self.trains)
 
     def _omits(self, *tried: Fix) -> tuple[str, ...]:
         """The outputs that fixes leave out."""
@@ -523,7 +528,7 @@ class _Engine:
                 handle = call.module.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(handle.remove)
             if kinds:
-                with preserve_random_state(), torch.set_grad_enabled(self.trains):
+                with preserve_random_state(), self.state.restoring(), torch.set_grad_enabled(self.trains):
                     self.model(*self.args, **self.kwargs)
         return inputs
 
@@ -605,7 +610,8 @@ class _Engine:
 
         with runner.ready():
             ours = _allocated(runner.device) - self.own_bytes
-            speeds = time_in_turns(runner.run, first_fixes, pairs, runner.device)
+            restore = self.state.restore if self.state else None
+            speeds = time_in_turns(runner.run, first_fixes, pairs, runner.device, restore=restore)
         for pair, speed in speeds.items():
             if speed.memory_before is not None and speed.memory_after is not None:
                 speeds[pair] = replace(
@@ -705,12 +711,14 @@ def time_in_turns(
     pairs: Sequence[tuple[int, int]],
     device: torch.device,
     *,
+    restore: Callable[[], object] | None = None,
     seed: int = 0,
 ) -> dict[tuple[int, int], Speed]:
     """Times a step in several ways, in turns and in random order, until the interval of each pair of ways decides.
 
     The same model is switched by the context `way(number)`, so that all ways have the same weights and memory, where
-    `compare` takes two cases that exist side by side. Ways of pairs that are decided are no longer run.
+    `compare` takes two cases that exist side by side. Ways of pairs that are decided are no longer run. `restore` runs
+    before each step and is not timed.
     """
     backend = backend_of(device)
     index = device.index or 0
@@ -718,14 +726,23 @@ def time_in_turns(
     is_alone = device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if is_alone else time.perf_counter
 
+    def run(calls: int) -> float:
+        backend.synchronize(index)
+        start = clock()
+        for _ in range(calls):
+            step()
+        backend.synchronize(index)
+        return clock() - start
+
     def block(number: int, calls: int) -> float:
         with way(number):
-            backend.synchronize(index)
-            start = clock()
+            if restore is None:
+                return run(calls) / calls
+            taken_s = 0.0
             for _ in range(calls):
-                step()
-            backend.synchronize(index)
-            return (clock() - start) / calls
+                restore()
+                taken_s += run(1)
+            return taken_s / calls
 
     first_s: dict[int, float] = {}
     memory: dict[int, float | None] = {}
@@ -808,10 +825,13 @@ class _Step:
         model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        state: ArgumentState,
         loss: Callable[[Any], Tensor] | None,
         optimizer: torch.optim.Optimizer | None,
         trains: bool,
     ) -> None:
+        self.state = state
+        """To be restored before each further step, if there is any."""
         self._model, self._args, self._kwargs, self._loss, self._trains = model, args, kwargs, loss, trains
         self._optimizer = optimizer if trains else None
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -829,6 +849,7 @@ class _Step:
             stack.enter_context(_preserve_gradients(self._parameters))
             buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
             stack.callback(_restore, buffers)
+            stack.callback(self.state.restore)
             if self._optimizer is not None:
                 stack.enter_context(preserve_optimizer(self._optimizer))
             yield

@@ -223,6 +223,9 @@ class ModelRun:
     optimizer: torch.optim.Optimizer | None = None
     loss: Callable[..., Any] | None = None
     """The scalar to differentiate, of the model's output; None for the output's own `loss`."""
+    argument_changes: str = ""
+    """What a call changes in the objects among its arguments, as a clause: "DynamicLayer.keys grows from ..."; ""
+    if nothing."""
 
     def call(self, path: str) -> ModuleCall:
         """The call of the module at a path."""
