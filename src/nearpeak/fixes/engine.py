@@ -494,12 +494,14 @@ class _Engine:
         """Whether changes that are in force are right; its status is "kept" then, until they are measured."""
         result = AppliedFix(id=tried.id, title=tried.title, status="rolled back")
         try:
-            captured = self._capture(changed, edits)
-            predicted_s, at_bound = self._predict(tried, changed, captured, edits)
-            result = replace(result, predicted_s=predicted_s)
-            if at_bound:
-                return replace(result, why=f"its sites are within {1 - NEAR_BOUND:.0%} of their bound already")
-            errors = [] if tried.changes_numerics else self._check(tried, changed, captured, edits)
+            with self.state.restoring():
+                captured = self._capture(changed, edits)
+                predicted_s, at_bound = self._predict(tried, changed, captured, edits)
+                result = replace(result, predicted_s=predicted_s)
+                if at_bound:
+                    return replace(result, why=f"its sites are within {1 - NEAR_BOUND:.0%} of their bound already")
+                self.state.restore()
+                errors = [] if tried.changes_numerics else self._check(tried, changed, captured, edits)
         except torch.OutOfMemoryError:
             return replace(result, why="there was not enough memory to verify it")
         except Exception as error:
@@ -553,7 +555,28 @@ class _Engine:
             errors += _check_optimizer(self.optimizer, edits)
         if self.reference is not None:
             errors += self.reference.check(self.model, self.proof, self._omits(tried))
+            errors += self._check_series(tried)
+        for site in changed:
+            if site.loop is not None and not problem(errors):
+                errors.append(self._check_loop(site.loop, edits))
         return errors
+
+    def _check_series(self, *tried: Fix) -> list[Errors]:
+        """On calls in a row, for changes that do something only then."""
+        calls = max((each.series for each in (*(kept.fix for kept in self.kept), *tried)), default=1)
+        if calls == 1 or self.reference is None:
+            return []
+        row = replace(self.proof, name=f"{calls} calls in a row", series=calls)
+        return self.reference.check(self.model, row, self._omits(*tried))
+
+    def _check_loop(self, loop: Callable[[nn.Module], Tensor], edits: Edits) -> Errors:
+        """The results of a loop in float32, where two ways of rounding hardly ever choose another token."""
+        with preserve_random_state():
+            changed = loop(copy.deepcopy(self.model).float())
+            with edits.suspended():
+                original = loop(copy.deepcopy(self.model).float())
+        share = 1.0 if changed.shape != original.shape else float((changed != original).double().mean())
+        return Errors(what="results of a loop in float32", original=0.0, fixed=share, allowed=0.0, reference="original")
 
     def _predict(
         self, tried: Fix, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits
@@ -608,10 +631,17 @@ class _Engine:
                     stack.enter_context(each.edits.suspended())
                 yield
 
+        speeds: dict[tuple[int, int], Speed] = {}
         with runner.ready():
             ours = _allocated(runner.device) - self.own_bytes
+            for pair, each in singles.items():
+                loops = [site.loop for site in each.sites if site.loop is not None]
+                if loops:
+                    speeds |= time_in_turns(partial(loops[0], self.model), first_fixes, [pair], runner.device)
             restore = self.state.restore if self.state else None
-            speeds = time_in_turns(runner.run, first_fixes, pairs, runner.device, restore=restore)
+            rest = [pair for pair in pairs if pair not in speeds]
+            if rest:
+                speeds |= time_in_turns(runner.run, first_fixes, rest, runner.device, restore=restore)
         for pair, speed in speeds.items():
             if speed.memory_before is not None and speed.memory_after is not None:
                 speeds[pair] = replace(
@@ -635,6 +665,7 @@ class _Engine:
                 autocast = all(each.dtype == torch.float32 for each in self.model.parameters())
                 omits = self._omits()
                 errors += self.reference.check(self.model, self.proof, omits)
+                errors += self._check_series()
                 if self.proof.args is not self.args or self.proof.kwargs is not self.kwargs:
                     errors += self.reference.check_all(self.model, self._batch(), omits)
                 with torch.compiler.set_stance("force_eager"):  # else each size and mode would be compiled anew

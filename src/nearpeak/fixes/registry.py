@@ -57,6 +57,9 @@ class Site:
     """The line of the code, "model.py:41"; "" for that of the module's forward."""
     skip: str = ""
     """Why it cannot be replaced; "" if it can."""
+    loop: Callable[[Any], Tensor] | None = None
+    """Runs a model as the change is meant for, where one call does not show it: many tokens one after the other. What
+    it returns must be the same in float32, and the loop is what is timed."""
     signature: str = ""
     """What is computed, exactly: a certificate applies to a site with the same signature alone. "" for the ops of the
     module."""
@@ -92,6 +95,8 @@ class Fix:
     """Fixes of a lower order are tried first."""
     omits: tuple[str, ...] = ()
     """Names of outputs of the model that it leaves out, such as "logits"."""
+    series: int = 1
+    """Calls in a row that are compared, of a change that does what it does after some calls."""
 
 
 _FIXES: dict[str, Fix] = {}
@@ -99,7 +104,13 @@ SitesFunction = Callable[["ModelRun"], Iterable[Site]]
 
 
 def fix(
-    id: str, title: str, *, changes_numerics: bool = False, order: int = 0, omits: tuple[str, ...] = ()
+    id: str,
+    title: str,
+    *,
+    changes_numerics: bool = False,
+    order: int = 0,
+    omits: tuple[str, ...] = (),
+    series: int = 1,
 ) -> Callable[[SitesFunction], SitesFunction]:
     """Registers a function that yields the sites of a fix."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", id):
@@ -108,7 +119,15 @@ def fix(
     def register(sites: SitesFunction) -> SitesFunction:
         if id in _FIXES:
             raise UsageError(f"There is a fix called {id!r} already.")
-        _FIXES[id] = Fix(id=id, title=title, sites=sites, changes_numerics=changes_numerics, order=order, omits=omits)
+        _FIXES[id] = Fix(
+            id=id,
+            title=title,
+            sites=sites,
+            changes_numerics=changes_numerics,
+            order=order,
+            omits=omits,
+            series=series,
+        )
         return sites
 
     return register

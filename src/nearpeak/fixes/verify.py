@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -62,6 +63,8 @@ class Inputs:
     """The mode of the module; None for that which it is in."""
     grad: bool = True
     autocast: bool = False
+    series: int = 1
+    """Calls in a row, with the rows of the inputs rotated: the results are those of all of them."""
     valid: Tensor | None = None
     """[rows, positions]: those whose results mean something. A query that sees no key, as padding to the left of a
     causal sequence, may have any result."""
@@ -119,8 +122,13 @@ def run(
             stack.enter_context(torch.autocast(_device_of(module, args, kwargs).type, torch.bfloat16))
         torch.manual_seed(seed)
         with torch.set_grad_enabled(inputs.grad):
+            earlier: dict[str, Tensor] = {}
+            for number in range(1, inputs.series):
+                turned, turned_kwargs = pytree.tree_map_only(Tensor, partial(_rotated, by=number), (args, kwargs))
+                results = _by_path(module(*turned, **turned_kwargs))
+                earlier |= {f"{path} of call {number}": each.detach().clone() for path, each in results.items()}
             output = module(*args, **kwargs)
-            outputs = _by_path(output)
+            outputs = _by_path(output) | earlier
             if inputs.valid is not None:
                 outputs, scalar = _where_valid(outputs, inputs.valid), None
             gradients: dict[str, Tensor | None] = {}
@@ -134,6 +142,11 @@ def run(
                 values = torch.autograd.grad(total, list(leaves.values()), allow_unused=True) if leaves else ()
                 gradients = dict(zip(leaves, values, strict=True))
     return Results(outputs={path: each.detach() for path, each in outputs.items()}, gradients=gradients)
+
+
+def _rotated(tensor: Tensor, by: int) -> Tensor:
+    """Other values that are as valid: those of other rows."""
+    return tensor.roll(by, 0) if tensor.dim() else tensor
 
 
 def _by_path(output: Any) -> dict[str, Tensor]:
