@@ -137,7 +137,7 @@ def test_any_of_it(shape, columns, dtype, reduction, smoothing, softcap, z_loss,
 @pytest.mark.parametrize(
     "config", [("LongRowConfig", {"repeats": 2, "warps": 1}), ("WholeRowConfig", {"rows": 4, "warps": 4})], ids=str
 )
-@pytest.mark.parametrize("columns", [1, 512, 1025, 1600])
+@pytest.mark.parametrize("columns", [1, 13, 512, 1025, 1600])
 def test_both_kernels_at_the_edges_of_blocks(columns, config):
     from nearpeak.kernels.losses import triton as losses_triton
 

@@ -87,11 +87,9 @@ def cross_entropy_heuristic(columns: int, rows: int, wide: bool, gradient: bool,
         return WholeRowConfig(rows=several, warps=max(1, min(32, several * block // 1024)))
     if not gradient:
         return LongRowConfig(repeats=2, warps=16)
-    if not wide:
-        return LongRowConfig(repeats=2, warps=32 if columns > 65536 else 16)
     # four programs of 8 warps on a multiprocessor, if there are as many rows: one computes while others load. Fewer of
     # longer rows, most of which then stay in the L2 cache until they are read again
-    return LongRowConfig(repeats=4, warps=8 if columns <= 65536 and rows > 2 * slots else 16)
+    return LongRowConfig(repeats=4 if wide else 2, warps=8 if columns <= 65536 and rows > 2 * slots else 16)
 
 
 def cross_entropy_candidates(columns: int) -> list[RowConfig]:
@@ -200,8 +198,9 @@ def write_rows(
     source, sink = _source_and_sink(logits, gradient)
     rows, columns = source.rows, source.columns
     wide = _is_wide(columns, source.outer_stride, source.row_stride, sink.outer_stride, sink.row_stride)
-    if config is None and wide:
-        config = from_row(tuned("cross_entropy", columns, logits.device), WholeRowConfig, LongRowConfig)
+    if config is None:
+        name = "cross_entropy" if wide else "cross_entropy_narrow"
+        config = from_row(tuned(name, columns, logits.device), WholeRowConfig, LongRowConfig)
     config = config or cross_entropy_heuristic(columns, rows, wide, gradient is not None, processors(logits.device))
     shared = (
         source.tensor, sink.tensor, target, losses if weight is None else weight, losses if total is None else total,
@@ -220,9 +219,12 @@ def write_rows(
         )
     else:
         lanes = config.warps * 32 * (16 // source.tensor.element_size())
+        shift = _shift(source, sink)
+        is_plain = weight is None and entropies is None and not settings.label_smoothing and not settings.softcap
         launch(
-            cross_entropy_long_rows_kernel, (rows, 1, 1), *shared, config.repeats, lanes, _shift(source, sink),
-            warps=config.warps,
+            cross_entropy_long_rows_kernel, (rows, 1, 1), *shared, config.repeats, lanes, shift, warps=config.warps,
+            # the compiler takes more for the ends of rows, and half as many programs run at a time
+            registers=64 if shift and is_plain and config.repeats <= 2 else None,
         )  # fmt: skip
     if gradient is logits and sink.tensor is not logits:
         logits.copy_(sink.tensor)  # its strides could not be addressed: the kernel wrote to a copy
@@ -627,20 +629,24 @@ def absorb_block(
 
 
 @triton.jit
+def lane_sums(tops, totals, smooths, spreads, top):
+    """The statistics of all lanes together, relative to the top of the row."""
+    shrink = exponential(tops - top)
+    moved = tl.where(totals > 0.0, (tops - top) * totals, 0.0)
+    return tl.sum(totals * shrink, 0), tl.sum(smooths, 0), tl.sum(shrink * (spreads + moved), 0)
+
+
+@triton.jit
 def write_block(
-    logit_row, gradient_row, first, step, shift, end, label, top, factor, own, spread, extra, weight, cap,
-    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, Z: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    logit_row, gradient_row, offset, inside, shift, label, may_have_label, top, factor, own, spread, extra, weight, cap,
+    WEIGHTED: tl.constexpr, SMOOTH: tl.constexpr, CAP: tl.constexpr, Z: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of one block of a row, which begins `first` elements after `source_row`."""
-    offset = first + step
-    inside = (offset >= shift) & (offset < end)
+    """Stores the gradient of the elements of a row at these offsets."""
     if MASKED:
         values = tl.load(logit_row + offset, mask=inside, other=0.0, eviction_policy="evict_first")
     else:
         values = tl.load(logit_row + offset, eviction_policy="evict_first")
     values, cap_slope = capped(values, cap, CAP)
-    may_have_label = (label + shift >= first) & (label + shift < first + BLOCK)
     powers = exponential(values - top)
     result = logit_gradient(
         cap_slope, powers, offset - shift, label, may_have_label, factor, own, spread, extra, weight, inside, WEIGHTED,
@@ -665,7 +671,8 @@ def cross_entropy_long_rows_kernel(
 
     The second pass goes from the end to the beginning, since what was read last is most likely still in the cache. If
     rows do not begin at multiples of 16 bytes, SHIFT is the number of elements in 16 bytes: blocks begin at the
-    multiple before the row, and only the first and the last need a mask, so that loads and stores are of 16 bytes too.
+    multiple before the row and have whole multiples, so that loads and stores are of 16 bytes too. What is left at both
+    ends of the row, less than 16 bytes each, is a block of its own.
     """
     smoothing, cap, z = tl.cast(smoothing, tl.float32), tl.cast(cap, tl.float32), tl.cast(z, tl.float32)
     BLOCK: tl.constexpr = REPEATS * LANES
@@ -676,17 +683,22 @@ def cross_entropy_long_rows_kernel(
     start = row_start(row, inner, outer_stride, row_stride, OUTER)
     gradient_start = row_start(row, inner, gradient_outer, gradient_stride, OUTER)
     shift = 0
-    first = 0
     if SHIFT:
         shift = (start % SHIFT).to(tl.int32)
         start = start // SHIFT * SHIFT
         gradient_start = gradient_start // SHIFT * SHIFT
-        first = 1
     logit_row, gradient_row = logits + start, gradient + gradient_start
     end = columns + shift
-    full = end // BLOCK
-    last = tl.maximum(full, first)
+    begin, stop, first = 0, end, 0  # of what blocks have, and the first block without a mask
     step = (tl.arange(0, REPEATS) * LANES)[:, None] + tl.arange(0, LANES)[None, :]  # (repeats, lanes)
+    if SHIFT:
+        begin, stop, first = (shift + SHIFT - 1) // SHIFT * SHIFT, end // SHIFT * SHIFT, 1
+        lane = tl.arange(0, 2 * SHIFT)[None, :]
+        ends = tl.where(lane < SHIFT, lane, stop + lane - SHIFT)  # (1, 2 * SHIFT)
+        is_head = (lane < SHIFT) & (lane >= shift) & (lane < begin) & (lane < end)
+        in_ends = is_head | ((lane >= SHIFT) & (ends >= begin) & (ends < end))
+    full = stop // BLOCK
+    last = tl.maximum(full, first)
     if valid:
         scale = mean_scale(parts, MEAN, PARTS)
         logit = capped(tl.load(logit_row + shift + label), cap, CAP)[0]
@@ -695,9 +707,15 @@ def cross_entropy_long_rows_kernel(
         lane_tops = tl.full([LANES], LOWEST, tl.float32)
         lane_totals = tl.zeros([LANES], tl.float32)
         smooths, spreads = lane_totals, lane_totals
-        # first pass: the statistics of lanes, over a masked first block, full blocks, and a masked last block
+        # first pass: the statistics of lanes, over both ends, a masked first block, full blocks and a masked last block
         if SHIFT:
-            inside = (step >= shift) & (step < end)
+            end_totals = tl.zeros([2 * SHIFT], tl.float32)
+            values = capped(tl.load(logit_row + ends, mask=in_ends, other=0.0), cap, CAP)[0]
+            end_tops, end_totals, end_smooths, end_spreads = absorb_block(
+                values, ends - shift, in_ends, end_totals + LOWEST, end_totals, end_totals, end_totals, origin, weight,
+                WEIGHTED, SMOOTH, ENTROPY, True,
+            )  # fmt: skip
+            inside = (step >= begin) & (step < stop)
             values = capped(tl.load(logit_row + step, mask=inside, other=0.0), cap, CAP)[0]
             lane_tops, lane_totals, smooths, spreads = absorb_block(
                 values, step - shift, inside, lane_tops, lane_totals, smooths, spreads, origin, weight,
@@ -711,30 +729,31 @@ def cross_entropy_long_rows_kernel(
                 loaded = tl.load(logit_row + offset, eviction_policy="evict_first")
             values = capped(loaded, cap, CAP)[0]
             lane_tops, lane_totals, smooths, spreads = absorb_block(
-                values, offset - shift, offset < end, lane_tops, lane_totals, smooths, spreads, origin, weight,
+                values, offset - shift, offset < stop, lane_tops, lane_totals, smooths, spreads, origin, weight,
                 WEIGHTED, SMOOTH, ENTROPY, False,
             )  # fmt: skip
-        if last * BLOCK < end:
+        if last * BLOCK < stop:
             offset = last * BLOCK + step
-            values = capped(tl.load(logit_row + offset, mask=offset < end, other=0.0), cap, CAP)[0]
+            values = capped(tl.load(logit_row + offset, mask=offset < stop, other=0.0), cap, CAP)[0]
             lane_tops, lane_totals, smooths, spreads = absorb_block(
-                values, offset - shift, offset < end, lane_tops, lane_totals, smooths, spreads, origin, weight,
+                values, offset - shift, offset < stop, lane_tops, lane_totals, smooths, spreads, origin, weight,
                 WEIGHTED, SMOOTH, ENTROPY, True,
             )  # fmt: skip
         # reduce the lanes to the statistics of the row
         top = tl.max(lane_tops, 0)
-        shrink = exponential(lane_tops - top)
-        total = tl.sum(lane_totals * shrink, 0)
-        smooth, entropy_sum = total, total
+        if SHIFT:
+            top = tl.maximum(top, tl.max(end_tops, 0))
+        total, smooth, entropy_sum = lane_sums(lane_tops, lane_totals, smooths, spreads, top)
+        if SHIFT:
+            end_total, end_smooth, end_entropy = lane_sums(end_tops, end_totals, end_smooths, end_spreads, top)
+            total += end_total
+            smooth += end_smooth
+            entropy_sum += end_entropy
         if SMOOTH:
-            smooth = tl.sum(smooths, 0)
             if WEIGHTED:
                 smooth += tl.load(weight_total) * (origin - top)
             else:
                 smooth += columns * (origin - top)
-        if ENTROPY:
-            moved = tl.where(lane_totals > 0.0, (lane_tops - top) * lane_totals, 0.0)
-            entropy_sum = tl.sum(shrink * (spreads + moved), 0)
         extra = finish_row(
             row, rows, is_kept, valid, logit, top, total, smooth, entropy_sum, own, all_terms, spread, z, scale,
             losses, tops, totals, logprobs, entropies, SMOOTH, Z, LOGPROBS, ENTROPY,
@@ -747,20 +766,29 @@ def cross_entropy_long_rows_kernel(
             extra = scale * extra / total
             own = scale * own
             spread = scale * spread
-            if last * BLOCK < end:
+            place = label + shift
+            if last * BLOCK < stop:
+                offset = last * BLOCK + step
                 write_block(
-                    logit_row, gradient_row, last * BLOCK, step, shift, end, label, top, factor, own, spread, extra,
-                    weight, cap, WEIGHTED, SMOOTH, CAP, Z, True, BLOCK,
+                    logit_row, gradient_row, offset, offset < stop, shift, label, place >= last * BLOCK, top, factor,
+                    own, spread, extra, weight, cap, WEIGHTED, SMOOTH, CAP, Z, True,
                 )  # fmt: skip
             for block in range(first, full):
+                start_of = (full - 1 - block + first) * BLOCK
+                offset = start_of + step
                 write_block(
-                    logit_row, gradient_row, (full - 1 - block + first) * BLOCK, step, shift, end, label, top, factor,
-                    own, spread, extra, weight, cap, WEIGHTED, SMOOTH, CAP, Z, False, BLOCK,
+                    logit_row, gradient_row, offset, offset < stop, shift, label,
+                    (place >= start_of) & (place < start_of + BLOCK), top, factor, own, spread, extra, weight, cap,
+                    WEIGHTED, SMOOTH, CAP, Z, False,
                 )  # fmt: skip
             if SHIFT:
                 write_block(
-                    logit_row, gradient_row, 0, step, shift, end, label, top, factor, own, spread, extra, weight, cap,
-                    WEIGHTED, SMOOTH, CAP, Z, True, BLOCK,
+                    logit_row, gradient_row, step, (step >= begin) & (step < stop), shift, label, place < BLOCK, top,
+                    factor, own, spread, extra, weight, cap, WEIGHTED, SMOOTH, CAP, Z, True,
+                )  # fmt: skip
+                write_block(
+                    logit_row, gradient_row, ends, in_ends, shift, label, True, top, factor, own, spread, extra,
+                    weight, cap, WEIGHTED, SMOOTH, CAP, Z, True,
                 )  # fmt: skip
     else:
         invalid = tl.where(is_kept, float("nan"), 0.0)
@@ -773,7 +801,7 @@ def cross_entropy_long_rows_kernel(
             tl.store(entropies + row, invalid)
         if GRADIENT:
             blank = (tl.zeros([REPEATS, LANES], tl.float32) + invalid).to(gradient.dtype.element_ty)
-            for block in range(last + 1):
+            for block in range(tl.cdiv(end, BLOCK)):
                 offset = block * BLOCK + step
                 tl.store(gradient_row + offset, blank, mask=(offset >= shift) & (offset < end))
 
