@@ -49,6 +49,8 @@ from nearpeak.kernels.transpose import triton as transpose_triton
 if TYPE_CHECKING:
     import torch
 
+PROCESSORS = 132
+"""Of an H200."""
 MANY = 2**40
 """Up to so many: no end."""
 LONGEST_TILE = 16384
@@ -106,9 +108,12 @@ class TunedSizes:
     quantized_rows: Sequence[tuple[int, int]] = ((16384, 4096), (8192, 8192))
     long_rows: tuple[int, int] = (2048, 65536)
     losses: Sequence[tuple[int, int]] = ((8192, 32000), (2048, 128256))
+    odd_losses: Sequence[tuple[int, int]] = ((8192, 30522), (4096, 50257), (2048, 100277))
+    """Vocabularies whose rows do not begin at multiples of 16 bytes."""
     copies: CopySizes = field(default_factory=CopySizes)
-    cache: tuple[int, int, int, int] = (32, 8, 8192, 128)
-    """Sequences, heads of keys, capacity, numbers of a head."""
+    caches: Sequence[tuple[int, int, int, int]] = ((1, 8, 131072, 128), (32, 4, 8192, 64), (7, 16, 28544, 128))
+    """Sequences, heads of keys, capacity, numbers of a head: of 8 programs, which share all multiprocessors, of 128 and
+    of 112, which leave some without one."""
     attention: Sequence[int] = (2048, 4096, 8192, 16384)
     """Tokens of a sequence, of as many sequences as have the most of these tokens together."""
     attention_heads: int = 16
@@ -128,13 +133,14 @@ class TunedSizes:
     def tiny(cls) -> TunedSizes:
         """At which every kernel runs in a moment, also in Triton's interpreter."""
         return cls(
-            rows=[(4, 256)],
+            rows=[(268, 64), (4, 256)],  # many, and few
             activations=[(4, 256)],
             quantized_rows=[(4, 128)],
             long_rows=(2, 16_400),
             losses=[(3, 4160)],
+            odd_losses=[(3, 4161)],
             copies=CopySizes(side=128, tokens=6, choices=2, experts=4, hidden=1024, width=8, layers=2, vocabulary=16),
-            cache=(1, 1, 128, 64),
+            caches=((1, 1, 128, 64), (1, 70, 32, 64)),
             attention=(32, 64),
             attention_heads=1,
             portable_attention=64,
@@ -394,6 +400,10 @@ def _norms(cases: Sequence[KernelCase], device: str) -> Iterator[Tunable]:
         is_centered, is_added = case in (centered, both), case in (added, both)
         forward, backward = (table_key(name, is_centered, is_added) for name in ("norm_forward", "norm_backward"))
         yield _from(case, forward, False, norms_tuning.forward_candidates(columns), width_of(columns))
+        if norms_tuning.is_few(columns, rows, PROCESSORS):
+            some = norms_tuning.few_backward_candidates(columns)
+            yield _from(case, backward + norms_tuning.FEW, True, some, width_of(columns))
+            continue
         candidates = norms_tuning.backward_candidates(columns, centered=is_centered, added=is_added)
         yield _from(case, backward, True, candidates, width_of(columns))
 
@@ -492,9 +502,10 @@ def _quantized(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
 
 
 def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
-    for number, (rows, columns) in enumerate(sizes.losses):
-        is_last = number == len(sizes.losses) - 1
-        near = near_of(columns)
+    shapes = [(*shape, shape is sizes.losses[-1]) for shape in sizes.losses]
+    shapes += [(*shape, shape is sizes.odd_losses[-1]) for shape in sizes.odd_losses]
+    for rows, columns, is_last in shapes:
+        near, wide = near_of(columns), columns % 16 == 0
         if is_last:
             near = near._replace(up_to=MANY)
 
@@ -512,14 +523,14 @@ def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
             return lambda: torch.autograd.grad(losses, logits, upstream, retain_graph=True)
 
         yield Tunable(
-            kernel="cross_entropy",
+            kernel="cross_entropy" if wide else "cross_entropy_narrow",
             operation="cross_entropy",
             candidates=losses_triton.cross_entropy_candidates(columns),
             make=mean,
             least_bytes=4 * rows * columns,
             where=near,
         )
-        if is_last:
+        if is_last and wide:
             yield Tunable(
                 kernel="cross_entropy_gradient",
                 operation="cross_entropy",
@@ -536,8 +547,30 @@ def _losses(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
 
 
 def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
-    batch, key_heads, capacity, dim = sizes.cache
-    row, near = 2 * dim, near_of(2 * dim)
+    for cache in sizes.caches:
+        yield from _attention_to(*cache, device)
+    batch, key_heads, capacity, dim = sizes.caches[0]
+
+    def write() -> Callable[[], Any]:
+        cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device)
+        key, query = (random_tensor(batch, heads, 1, dim, device=device, grad=False) for heads in (key_heads, 32))
+        angles = random_tensor(capacity, dim // 2, device=device, grad=False)
+        options = {"cosines": angles, "sines": angles, "query": query}
+        return lambda: kernels.append(cache.keys, cache.values, key, key, cache.lengths, **options)
+
+    yield Tunable(
+        kernel="cache_append",
+        operation="append",
+        where=near_of(dim),
+        candidates=decode_tuning.append_candidates(dim, key_heads),
+        make=write,
+        least_bytes=4 * batch * (2 * key_heads + 32) * dim,
+    )
+
+
+def _attention_to(batch: int, key_heads: int, capacity: int, dim: int, device: str) -> Iterator[Tunable]:
+    """Attention of one token to a cache, of one head for each of its heads and of four, with pages and without."""
+    row, several = 2 * dim, decode_tuning.takes_several_waves(batch * key_heads, PROCESSORS)
 
     def attend(heads: int, page_size: int | None) -> Callable[[], Any]:
         cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device, page_size)
@@ -549,31 +582,16 @@ def _caches(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
         query = random_tensor(batch, heads, 1, dim, device=device, grad=False)
         return lambda: cache.attend(query)
 
-    def write() -> Callable[[], Any]:
-        cache = kernels.KVCache.create(batch, capacity, key_heads, dim, torch.bfloat16, device)
-        key, query = (random_tensor(batch, heads, 1, dim, device=device, grad=False) for heads in (key_heads, 32))
-        angles = random_tensor(capacity, dim // 2, device=device, grad=False)
-        options = {"cosines": angles, "sines": angles, "query": query}
-        return lambda: kernels.append(cache.keys, cache.values, key, key, cache.lengths, **options)
-
     for alone, page_size in ((False, None), (False, 16), (True, None), (True, 16)):
         heads = key_heads if alone else 4 * key_heads
         yield Tunable(
-            kernel=decode_tuning.decode_table_key(alone, page_size is not None),
+            kernel=decode_tuning.decode_table_key(alone, page_size is not None, several),
             operation="decode_attention",
-            where=near,
+            where=near_of(row),
             candidates=decode_tuning.decode_candidates(row, alone),
             make=lambda heads=heads, page_size=page_size: attend(heads, page_size),  # type: ignore[misc]
             least_bytes=2 * batch * key_heads * capacity * row,
         )
-    yield Tunable(
-        kernel="cache_append",
-        operation="append",
-        where=near_of(dim),
-        candidates=decode_tuning.append_candidates(dim, key_heads),
-        make=write,
-        least_bytes=2 * batch * (2 * key_heads + 32) * row,
-    )
 
 
 def _attention(sizes: TunedSizes, device: str) -> Iterator[Tunable]:

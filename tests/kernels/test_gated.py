@@ -16,7 +16,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.pointwise.triton import tile_heuristic
+from nearpeak.kernels.pointwise.triton import fitting_block, tile_heuristic
 
 
 def both(function, **options):
@@ -38,8 +38,17 @@ PACKED = {
 
 def test_few_elements_are_spread_over_all_multiprocessors():
     few, many = tile_heuristic(82, 960), tile_heuristic(8192, 960)
-    assert (few.block * few.rows, few.warps) == (1024, 4)
+    assert (few.block * few.rows, few.warps) == (512, 2)
     assert (many.block * many.rows, many.warps) == (4096, 8)
+
+
+@pytest.mark.parametrize("columns", [8, 100, 576, 840, 1160, 4724, 7960, 14336])
+def test_blocks_leave_few_threads_without_columns(columns):
+    for most in (1024, 4096):
+        block = fitting_block(columns, most)
+        assert -(-columns // block) * block <= 1.1 * max(-(-columns // 128) * 128, block)
+        assert block <= most
+    assert fitting_block(4096, 1024) == 1024
 
 
 def made(*shape, dtype=torch.float32, seed=0):

@@ -437,6 +437,20 @@ def test_few_rows_are_spread_over_all_multiprocessors(rows, columns):
     assert 8 * threads <= max(2 * columns, 256), "and few have none"
 
 
+@pytest.mark.parametrize("centered", [False, True])
+def test_few_rows_have_a_program_each_in_backward_passes(centered):
+    def config(rows, columns):
+        return tuning.backward_config(columns, rows, torch.device("cpu"), centered=centered, added=False)
+
+    for columns in (200, 2176, 6096, 8192):
+        few = config(122, columns)
+        assert few == config(41, columns) != config(4096, columns)
+        assert (few.rows, few.stages) == (1, 1)
+        assert columns <= 16 * 32 * few.warps
+        assert few in tuning.few_backward_candidates(columns)
+    assert config(41, 16384) == config(4096, 16384), "too long for its sums in the registers of one program"
+
+
 @pytest.mark.parametrize("columns", [128, 384, 1024, 1536, 8192])
 def test_a_warp_of_many_rows_has_its_loads_in_flight(columns):
     config = tuning.forward_heuristic(columns, 10**6, 132)

@@ -57,5 +57,7 @@ def launches():
                 f"backward, {name}, {kind}",
                 lambda x=x, weight=weight, statistics=statistics, kind=kind: backward(x, weight, statistics, **kind),
             )
+    few, statistics_of_few = torch.empty(41, 6096, dtype=BF16), torch.empty(2, 41)
+    yield "backward, few rows", lambda: backward(few, few[0], statistics_of_few, **both)
     # a thread has one of the few numbers that are left
     yield "narrow: the sum of partial sums", lambda: backward(x, weight, statistics, **rms, last=True)

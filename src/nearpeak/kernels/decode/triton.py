@@ -29,6 +29,7 @@ from nearpeak.kernels._runtime.policy import INTERPRETED
 from nearpeak.kernels._runtime.rows import LOG2_E, LOWEST, assume_multiple, common_width, tanh
 from nearpeak.kernels._runtime.tuning import processors
 from nearpeak.kernels.decode.tuning import (
+    MAX_TILE_ROWS,
     SHARED_ROWS,
     AppendConfig,
     DecodeConfig,
@@ -36,6 +37,7 @@ from nearpeak.kernels.decode.tuning import (
     choose_splits,
     decode_config,
     shared_config,
+    takes_several_waves,
 )
 from nearpeak.kernels.quantize.triton import CLAMPS
 from nearpeak.kernels.rotary import empty_result
@@ -781,7 +783,8 @@ def decode_attention(
         most = capacity // _MIN_SPLIT_KEYS
         config = shared_config(dim, element_bytes, narrow, sequences, most, processors(query.device))
     elif config is None:
-        config = decode_config(dim, value_dim, element_bytes, alone, rows > 16, page > 0, query.device)
+        several = takes_several_waves(batch * key_heads * triton.cdiv(rows, MAX_TILE_ROWS), processors(query.device))
+        config = decode_config(dim, value_dim, element_bytes, alone, rows > 16, page > 0, several, query.device)
     block, warps, tile = config.block, config.warps, 1
     pairs = as_fp8_pairs(key_cache, value_cache) if is_fp8 and narrow else None
     if not alone and not narrow:

@@ -22,6 +22,9 @@ _WAVES = range(4, 9)
 """Waves that keep all multiprocessors busy to the end, if programs do not fit into one."""
 _MANY_SPLITS = 24
 """Splits of a sequence from which on fewer are faster: the last program merges the partial results of all of them."""
+_BYTES_IN_FLIGHT = 2**17
+"""On their way to a multiprocessor: with half as many, one program for heads of 64 reached 4.0 TB/s of an H200 where
+cuDNN had 4.3."""
 _MANY_TOKENS = 4096
 """Tokens from which on a program appends four times as many elements; with fewer there would be too few programs."""
 
@@ -49,19 +52,28 @@ class DecodeConfig:
 
 
 def decode_config(
-    dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool, paged: bool, device: torch.device
-) -> DecodeConfig:
+    dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool, paged: bool, several: bool,
+    device: torch.device,
+) -> DecodeConfig:  # fmt: skip
     """The configuration for keys of this size.
 
-    `alone`: a single query sees each head of keys. `many`: more than 16 do.
+    `alone`: a single query sees each head of keys. `many`: more than 16 do. `several`: `takes_several_waves`.
     """
-    row = tuned(decode_table_key(alone, paged), dim * element_bytes, device)
+    row = tuned(decode_table_key(alone, paged, several), dim * element_bytes, device)
     return from_row(row, DecodeConfig) or decode_heuristic(dim, value_dim, element_bytes, alone, many)
 
 
-def decode_table_key(alone: bool, paged: bool) -> str:
+def decode_table_key(alone: bool, paged: bool, several: bool = False) -> str:
     """The name of a kernel in tables, where its size is the bytes of a key."""
-    return ("decode_row" if alone else "decode") + ("_paged" if paged else "")
+    return ("decode_row" if alone else "decode") + "_paged" * paged + "_several" * several
+
+
+def takes_several_waves(programs: int, processors: int) -> bool:
+    """Whether so many programs, each split, leave many multiprocessors without one if each has one: such as 112 of 132.
+
+    Then a multiprocessor has several programs, one after another or at a time, each of which takes its time to start.
+    """
+    return max(processors // programs, 1) * programs < _FULL_WAVE * processors or programs > processors
 
 
 def decode_heuristic(dim: int, value_dim: int, element_bytes: int, alone: bool, many: bool) -> DecodeConfig:
@@ -77,7 +89,8 @@ def decode_heuristic(dim: int, value_dim: int, element_bytes: int, alone: bool, 
     block = max(16, min(128, (32768 if is_large else 16384) // (width * element_bytes), most))
     stages, programs = 4, 2
     if is_large:  # one program, so that there are few partial results to merge
-        stages, programs = 3, 1
+        stages = 3
+        programs = max(1, _BYTES_IN_FLIGHT // (2 * block * dim * element_bytes * (stages - 1)))
     elif many:  # accumulators take shared memory too
         stages = 3
     elif element_bytes == 1 and not alone:  # more instructions per byte: more warps hide their latency

@@ -61,6 +61,8 @@ from nearpeak.kernels.norms.tuning import (
 
 _CACHE_BYTES = 34 * 2**20
 """Bytes, of the two tensors that are read twice, that stay in the L2 cache (50 MB) beside what is written."""
+_EARLY_WAVES = 4
+"""Programs of a multiprocessor up to which all start at once, and none finds the weight in a cache."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -71,15 +73,21 @@ def forward_tile(
     x_outer, x_middle, x_inner, residual_outer, residual_middle, residual_inner,
     eps, offset,
     CENTERED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Whole rows in registers: PACKED, as the 16 bits that were read, so that more programs run at a time."""
+    """Whole rows in registers: PACKED, as the 16 bits that were read, so that more programs run at a time.
+
+    EARLY, weight and bias are read with the rows, and not after their sums: that takes registers, and saves the time
+    of one more read from memory if programs are few.
+    """
     columns = assume_multiple(columns, WIDTH)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
     column = tl.arange(0, BLOCK)  # (BLOCK,)
     in_rows = row < rows
     in_columns = column < columns
     inside = in_rows[:, None] & in_columns[None, :]
+    if EARLY:
+        factor, shift = read_parameters(weight, bias, column, in_columns)
     # load x, and add the residual
     start = row_start(row, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH)
     loaded = tl.load(x + start[:, None] + column[None, :], mask=inside, other=0.0)  # (ROWS, BLOCK)
@@ -108,12 +116,24 @@ def forward_tile(
             values -= mean[:, None]
     # normalize, scale and shift
     values *= rstd[:, None]
+    if not EARLY:
+        factor, shift = read_parameters(weight, bias, column, in_columns)
     if weight is not None:
-        factor = tl.load(weight + column, mask=in_columns, other=0.0).to(tl.float32)
-        values *= (factor + tl.cast(offset, tl.float32))[None, :]
+        values *= (factor.to(tl.float32) + tl.cast(offset, tl.float32))[None, :]
     if bias is not None:
-        values += tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+        values += shift.to(tl.float32)[None, :]
     tl.store(result + written, values.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def read_parameters(weight, bias, column, in_columns):
+    """Weight and bias as they are, (BLOCK,); those that there are not are None."""
+    factor, shift = None, None
+    if weight is not None:
+        factor = tl.load(weight + column, mask=in_columns, other=0.0)
+    if bias is not None:
+        shift = tl.load(bias + column, mask=in_columns, other=0.0)
+    return factor, shift
 
 
 @triton.jit
@@ -337,7 +357,8 @@ def _forward(
     if isinstance(config, ForwardTileConfig):
         launch(
             forward_tile, (triton.cdiv(rows, config.rows), 1, 1), *tensors, *sizes, centered, strided.levels,
-            strided.width, config.rows, next_power_of_2(columns), config.packed, warps=warps,
+            strided.width, config.rows, next_power_of_2(columns), config.packed,
+            rows <= _EARLY_WAVES * config.rows * processors(x.device), warps=warps,
             registers=None if config.programs is None else registers_per_thread(warps, config.programs),
         )  # fmt: skip
         return results
@@ -721,7 +742,7 @@ def norm_backward(
     strided = strided_rows(gradient, x, sum_gradient)
     if weight is not None:
         weight = weight.contiguous()
-    config = config or backward_config(size, x.device, centered=centered, added=sum_gradient is not None)
+    config = config or backward_config(size, rows, x.device, centered=centered, added=sum_gradient is not None)
     tensors = (statistics, weight, dx if wants[0] else None, dresidual if wants[1] else None)
     arguments = (strided, *tensors, rows, columns, offset or None, centered, wants)
     sums = None

@@ -25,9 +25,13 @@ from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, 
 MAX_FORWARD_TILE = 32768
 """A longer row does not fit into the registers of 32 warps."""
 MAX_BACKWARD_TILE = 16384
+MAX_FEW_TILE = 8192
+"""A longer row, of a few that are read by more threads, does not fit with the sums of a LayerNorm."""
 MAX_ROWS = 128
 """Rows per program, each of which takes registers for its address and its statistics."""
 MIN_GROUP_ROW = 4096
+FEW = "_few"
+"""After the name of a kernel in the table: its configurations for few rows."""
 _WAVES = 4
 """Full ones of which a launch must have so many for a configuration that was measured with many rows."""
 _SHARED_BYTES = 220 * 2**10
@@ -147,11 +151,34 @@ def forward_candidates(size: int) -> list[ForwardConfig]:
     return [*tiles, *split_candidates(size), *ring_forward_candidates(size, weights=True)]
 
 
-def backward_config(size: int, device: torch.device, *, centered: bool, added: bool) -> BackwardConfig:
-    """The measured configuration, or the heuristic."""
-    row = tuned(table_key("norm_backward", centered, added), size, device)
+def backward_config(size: int, rows: int, device: torch.device, *, centered: bool, added: bool) -> BackwardConfig:
+    """The measured configuration, or the heuristic; few rows have their own of both."""
+    few = is_few(size, rows, processors(device))
+    row = tuned(table_key("norm_backward", centered, added) + FEW * few, size, device)
     measured = from_row(row, BackwardTileConfig, GroupConfig, RingConfig)
-    return backward_heuristic(size, centered=centered) if measured is None else measured
+    if measured is not None:
+        return measured
+    return few_backward_heuristic(size) if few else backward_heuristic(size, centered=centered)
+
+
+def is_few(size: int, rows: int, processors: int) -> bool:
+    """Whether a program for each row is all that there is to do at a time: then its latency counts, and no rate."""
+    return rows <= 2 * processors and next_power_of_2(size) <= MAX_FEW_TILE
+
+
+def few_backward_heuristic(size: int) -> BackwardTileConfig:
+    """A row for each program, by as many threads as have two loads of 16 bytes of it."""
+    return _one_row(max(next_power_of_2(size) // 512, 1))
+
+
+def few_backward_candidates(size: int) -> list[BackwardTileConfig]:
+    """Configurations worth measuring for few rows: 4 to 32 elements per thread."""
+    block = next_power_of_2(size)
+    return [_one_row(warps) for warps in (1, 2, 4, 8, 16, 32) if 128 * warps <= block <= 1024 * warps]
+
+
+def _one_row(warps: int) -> BackwardTileConfig:
+    return BackwardTileConfig(rows=1, warps=warps, stages=1, programs=2 if warps <= 8 else 1)
 
 
 def backward_heuristic(size: int, *, centered: bool = False) -> BackwardTileConfig | GroupConfig:
