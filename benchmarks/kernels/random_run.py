@@ -30,7 +30,11 @@ from benchmarks.kernels.score import FORMAT
 
 COMPILED = ("nearpeak", "compile", "liger")
 """The ways that have to be compiled before they are timed."""
+OTHERS = "others"
+"""In `Setting.left_out`: the backends of nearpeak that it did not choose."""
 ROUNDS = 5
+ENOUGH_ROUNDS, ENOUGH_SPREAD = 3, 0.004
+"""No further rounds after so many in which each way is so close to its median."""
 FULL_BYTES = 2**35
 """Of memory that torch holds: it is freed after a cell that leaves more."""
 ERROR_LIMITS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 1e-4}
@@ -41,28 +45,28 @@ TRUSTED = ("eager", "cublas", "cudnn", "flash", "efficient", "varlen", "torch", 
 """The peers whose errors are a measure for others."""
 
 
-def compile_jobs(cells: Sequence[Cell], device: str) -> Iterator[tuple[str, Callable[[], Steps]]]:
+def compile_jobs(cells: Sequence[Cell], setting: Any) -> Iterator[tuple[str, Callable[[], Steps]]]:
     for cell in cells:
-        yield cell.job, partial(_steps, cell, device)
+        yield cell.job, partial(_steps, cell, setting)
 
 
-def _steps(cell: Cell, device: str) -> dict[str, Call]:
+def _steps(cell: Cell, setting: Any) -> dict[str, Call]:
     """What has to be compiled of a cell, by way: all its passes."""
-    passes = {name: one for name, one in passes_of(cell, device).items() if name in cell.passes}
+    passes = {name: one for name, one in passes_of(cell, setting.device).items() if name in cell.passes}
 
     def run(name: str) -> None:
         for one in passes.values():
             if name in one.ways:
-                call = _after_reset(one, name)
+                call = after_reset(one, name)
                 call()
-                if name == "nearpeak":
+                if name == "nearpeak" and OTHERS not in setting.left_out:
                     other_backends(call, choice_of(call), one.peer_backends)
 
     names = dict.fromkeys(name for one in passes.values() for name in one.ways if name in COMPILED)
-    return {name: partial(run, name) for name in names}
+    return {name: partial(run, name) for name in names if name not in setting.left_out}
 
 
-def _after_reset(one: CellPass, name: str) -> Call:
+def after_reset(one: CellPass, name: str) -> Call:
     """A way with its inputs put back before."""
     way, reset = one.ways[name], one.resets.get(name)
     if reset is None:
@@ -83,17 +87,23 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
     for name, one in passes_of(cell, setting.device).items():
         if name not in cell.passes:
             continue
-        allowed, late = setting.allowed(dict(one.ways), cell.job, COMPILED)
+        wanted = {way: call for way, call in one.ways.items() if way not in setting.left_out}
+        allowed, late = setting.allowed(wanted, cell.job, COMPILED)
         running, failed = without_failures(allowed, one.resets)
-        choice = choice_of(_after_reset(one, "nearpeak"))
-        others, refused = other_backends(running["nearpeak"], choice, one.peer_backends)
+        choice = choice_of(after_reset(one, "nearpeak"))
+        others, refused = {}, {}
+        if OTHERS not in setting.left_out:
+            others, refused = other_backends(running["nearpeak"], choice, one.peer_backends)
         ways = {**running, **others}
         resets = {way: one.resets[base] for way in ways if (base := "nearpeak" if way in others else way) in one.resets}
-        errors = _errors(one, ways, resets) if setting.check else {}
+        errors = errors_of(one, ways, resets) if setting.check else {}
         waiting: list[str] = []
         spread: dict[str, float] = {}
         rounds = min(ROUNDS, timing.ROUNDS)
-        seconds = timing.in_turns(ways, rounds, resets=resets, may_wait=one.may_wait, waiting=waiting, spread=spread)
+        seconds = timing.in_turns(
+            ways, rounds, resets=resets, may_wait=one.may_wait, waiting=waiting, spread=spread,
+            enough=(ENOUGH_ROUNDS, ENOUGH_SPREAD),
+        )  # fmt: skip
         rows.append(
             {
                 "seed": cell.seed,
@@ -125,7 +135,7 @@ def error_limit(cell: Cell, errors: Mapping[str, float]) -> float:
     return max(least, 2 * max(of_torch, default=0.0))
 
 
-def _errors(one: CellPass, ways: Mapping[str, Call], resets: Mapping[str, Call]) -> dict[str, float]:
+def errors_of(one: CellPass, ways: Mapping[str, Call], resets: Mapping[str, Call]) -> dict[str, float]:
     exact = one.exact()
     errors = {}
     for name in ways:

@@ -11,12 +11,13 @@ times all implementations of an operation in turns: GPU time with cold caches, a
 float64. "Of copy" is the rate of the minimum traffic of an operation over the rate of a copy in the same run. Sections
 of the file that are not measured are kept.
 
-    python -m benchmarks.kernels --random 100 --cells 400 --limit 550 --json random_100.json
+    python -m benchmarks.kernels --random 100 --cells 400 --limit 550 --leave-out liger,others --json random_100.json
     python -m benchmarks.kernels --show random_100.json random_101.json
 
 measures random cells in place of sections: operations and shapes as models have them, drawn by a seed (`drawing` has
-the ranges), each checked against float32 and beside every peer (`drawn_cases`). `--show` merges the files of several
-runs, and has a table by operation, one by size of heads, and the slowest cells (`score`).
+the ranges), each checked against float32 and beside every peer (`drawn_cases`) but for those of `--leave-out`. A table
+of choices is fitted to cells with all backends, "others"; a score needs none of them. `--show` merges the files of
+several runs, and has a table by operation, one by size of heads, and the slowest cells (`score`).
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Setting:
         self.device, self.jobs, self.check, self.sizes = device, jobs, check, sizes
         self.copy_rate = 1.0
         self.operations: set[str] | None = None
+        self.left_out: set[str] = set()
 
     def wants(self, operation: str) -> bool:
         return self.operations is None or operation in self.operations or operation.split()[0] in self.operations
@@ -419,10 +421,13 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--operations", help="only these, with commas between")
     parser.add_argument("--random", type=int, metavar="SEED", help="measure random cells in place of sections")
     parser.add_argument("--cells", type=int, default=RANDOM_CELLS, help="how many of them; a pass of a shape is a cell")
+    parser.add_argument(
+        "--leave-out", default="", help='of random cells: peers, and "others", the backends that were not chosen'
+    )
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after a random cell that ends later")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison with float64 out")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
-    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 12), help="that compile; 0: none")
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 16), help="that compile; 0: none")
     parser.add_argument("--compile-seconds", type=float, default=COMPILE_SECONDS, help="for compiling, at most")
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
@@ -463,6 +468,7 @@ def main() -> int:
     set_compiler()
     setting = Setting(device, check=not arguments.no_check, **(rehearsal() if arguments.rehearse else {}))
     setting.operations = set(arguments.operations.split(",")) if arguments.operations else None
+    setting.left_out = set(filter(None, arguments.leave_out.split(",")))
     from benchmarks.kernels import timing
     from nearpeak import kernels
 
@@ -482,12 +488,13 @@ def run_random(arguments: argparse.Namespace, setting: Setting, start: float) ->
     else:
         cells = drawing.cells(arguments.random, arguments.cells, operations)
     if arguments.work:
-        work_through(Jobs(arguments.work), compile_jobs(cells, setting.device), clean)
+        work_through(Jobs(arguments.work), compile_jobs(cells, setting), clean)
         return 0
     with tempfile.TemporaryDirectory(prefix="nearpeak-jobs-") as folder:
         if arguments.processes:
             command = [sys.executable, "-m", "benchmarks.kernels", "--work", folder]
             command += ["--random", str(arguments.random), "--cells", str(arguments.cells)]
+            command += ["--leave-out", arguments.leave_out] if arguments.leave_out else []
             command += ["--operations", arguments.operations] if arguments.operations else []
             command += ["--rehearse"] if arguments.rehearse else []
             most = min(arguments.compile_seconds, COMPILE_SHARE * (arguments.limit or float("inf")))
@@ -497,6 +504,7 @@ def run_random(arguments: argparse.Namespace, setting: Setting, start: float) ->
         setting.copy_rate = measured_copy(setting.device, 2**16 if arguments.rehearse else COPY_BYTES)
         content = new_random_content(new_content(setting.copy_rate))
         record = {"seed": arguments.random, "cells": arguments.cells, "operations": operations, "date": content["date"]}
+        record["left_out"] = sorted(setting.left_out)
         content["runs"].append(record)
 
         def write() -> None:

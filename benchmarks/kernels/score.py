@@ -238,7 +238,9 @@ def runs_text(content: Row) -> str:
         rows = [row for row in content["cells"] if row["seed"] == seed]
         seconds = sum(run["seconds"] for run in content["runs"] if run["seed"] == seed)
         kind = "a seed for tuning" if seed in TUNING_SEEDS else "never used for tuning"
-        parts.append(f"seed {seed} ({kind}): {len(rows)} cells in {seconds:.0f} s")
+        left_out = {name for run in content["runs"] if run["seed"] == seed for name in run.get("left_out", ())}
+        without = f", without {', '.join(sorted(left_out))}" if left_out else ""
+        parts.append(f"seed {seed} ({kind}): {len(rows)} cells in {seconds:.0f} s{without}")
     return "; ".join(parts)
 
 

@@ -124,11 +124,13 @@ def in_turns(
     may_wait: bool = True,
     waiting: list[str] | None = None,
     spread: dict[str, float] | None = None,
+    enough: tuple[int, float] | None = None,
 ) -> dict[str, float]:
     """The median device time of each way with cold caches, in seconds; the first of all rounds warms up.
 
     `resets` run before calls, outside of what is timed. `waiting` gets the names of the ways that wait for the device,
-    and `spread` the median distance of the rounds of each way from their median, as a share of that.
+    and `spread` the median distance of the rounds of each way from their median, as a share of that. `enough`: the
+    rounds after which no more are needed if the spread of every way is no larger than this.
     """
     samplers: dict[str, _Sampler] = {}
     for name, way in ways.items():
@@ -143,11 +145,16 @@ def in_turns(
                 found = samplers[name].seconds()
                 if turn:
                     seconds[name].append(found)
-    medians = {name: median(series) for name, series in seconds.items()}
+            if enough is not None and turn >= enough[0] and max(map(_spread, seconds.values())) <= enough[1]:
+                break
     if spread is not None:
-        for name, middle in medians.items():
-            spread[name] = median([abs(one - middle) for one in seconds[name]]) / max(middle, 1e-12)
-    return medians
+        spread.update((name, _spread(series)) for name, series in seconds.items())
+    return {name: median(series) for name, series in seconds.items()}
+
+
+def _spread(series: list[float]) -> float:
+    middle = median(series)
+    return median([abs(one - middle) for one in series]) / max(middle, 1e-12)
 
 
 def host_in_turns(ways: Mapping[str, Way], calls: int | None = None) -> dict[str, float]:

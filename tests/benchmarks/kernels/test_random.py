@@ -19,6 +19,7 @@ drawing: Any = importlib.import_module("benchmarks.kernels.drawing")
 drawn: Any = importlib.import_module("benchmarks.kernels.drawn_cases")
 jobs: Any = importlib.import_module("benchmarks.kernels.jobs")
 page: Any = importlib.import_module("benchmarks.pages.kernels")
+random_calls: Any = importlib.import_module("benchmarks.kernels.random_calls")
 random_run: Any = importlib.import_module("benchmarks.kernels.random_run")
 run: Any = importlib.import_module("benchmarks.kernels.run")
 score: Any = importlib.import_module("benchmarks.kernels.score")
@@ -314,10 +315,40 @@ def test_cells_that_are_compiled_come_first_and_the_limit_ends_the_run(tmp_path,
 def test_what_is_measured_is_compiled_before(tmp_path):
     folder = jobs.Jobs(tmp_path)
     cells = [tiny("softmax")]
-    jobs.work_through(folder, random_run.compile_jobs(cells, DEVICE), run.clean)
+    setting = run.Setting(DEVICE)
+    jobs.work_through(folder, random_run.compile_jobs(cells, setting), run.clean)
     name = cells[0].job
     assert folder.outcome(name, "nearpeak") == folder.outcome(name, "compile") == jobs.DONE
     assert folder.outcome(name, "eager") is None
+    setting.left_out = {"compile"}
+    (tmp_path / "rest").mkdir()
+    folder = jobs.Jobs(tmp_path / "rest")
+    jobs.work_through(folder, random_run.compile_jobs(cells, setting), run.clean)
+    assert (folder.outcome(name, "nearpeak"), folder.outcome(name, "compile")) == (jobs.DONE, None)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_is_left_out_is_not_measured():
+    setting = run.Setting(DEVICE, check=False)
+    setting.left_out = {"cublas", "others"}
+    (row,) = random_run.measured_cell(tiny("gemm"), setting)
+    assert set(row["seconds"]) == {"nearpeak"}
+
+
+def test_rounds_end_where_they_agree(monkeypatch):
+    times = {"quiet": iter([5.0] + [1.0] * 9), "loud": iter([1.0, 1.0, 2.0, 3.0, 4.0, 4.0, 4.0, 4.0, 4.0, 4.0])}
+
+    class Sampler:
+        def __init__(self, name: str) -> None:
+            self.seconds = times[name].__next__
+
+    monkeypatch.setattr(timing, "_sampler", lambda way, reset, may_wait: (Sampler(way), False))
+    assert timing.in_turns({"quiet": "quiet"}, 7, enough=(3, 0.01)) == {"quiet": 1.0}
+    assert len(list(times["quiet"])) == 6
+    spread: dict[str, float] = {}
+    timing.in_turns({"loud": "loud"}, 5, enough=(2, 0.01), spread=spread)
+    assert spread["loud"] > 0.01
+    assert len(list(times["loud"])) == 4
 
 
 @pytest.mark.usefixtures("quick")
@@ -505,3 +536,27 @@ def test_the_page_says_which_seeds_are_for_what():
     assert "1 to 99" in text
     assert "| gemm forward | 1 | 0.99 |" in text
     assert page.RANDOM_NOT_YET in page.random_part(None)
+
+
+# random calls
+
+
+def test_random_calls_are_compared_and_repeated(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(random_calls, "cells_for", lambda seed, calls: iter([tiny("gemm"), tiny("transpose_copy")]))
+    monkeypatch.setattr(random_calls, "set_caches", lambda: None)
+    file = tmp_path / "calls.json"
+    assert random_calls.main(["--calls", "9", "--processes", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["calls"]
+    assert {row["operation"] for row in rows} == {"gemm", "transpose_copy"}
+    assert all(row["repeats"] and row["error"] <= row["limit"] for row in rows)
+    assert f"{len(rows)} calls" in capsys.readouterr().out
+
+
+def test_a_wrong_call_and_one_that_differs_are_problems():
+    row = {
+        "operation": "gemm", "pass": "forward", "text": "3 x 4 x 5", "seed": 1, "number": 2, "backend": "triton",
+        "error": float("nan"), "limit": 0.1, "repeats": False, "failed": {"nearpeak/gluon": "no"},
+    }  # fmt: skip
+    assert len(random_calls.problems([row], {"gemm: 1 x 2": "ValueError: no"})) == 4
+    assert random_calls.problems([{**row, "error": 0.1, "repeats": None, "failed": {}}], {}) == []
+    assert "| gemm forward | triton | 1 | 1 | 1 | 1 |" in random_calls.summary([row])
