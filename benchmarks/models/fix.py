@@ -1,12 +1,14 @@
-"""Training steps of Hugging Face models: eager, compiled, with Liger's kernels, and fixed by `nearpeak.fix`.
+"""Training steps of Hugging Face models: eager, compiled, with Liger's kernels, fixed by `nearpeak.fix`, and by hand.
 
     PYTHONPATH=src python -m benchmarks.models.fix --models llama-1b --json OUT/fix.json
+    PYTHONPATH=src python -m benchmarks.models.fix --ways eager,hand --profiles OUT --json OUT/hand.json
     python -m benchmarks.models.fix --show OUT/fix.json
 
 Each model has random weights in bfloat16 and a step of forward, backward and AdamW, as `transformers` has them. Liger
 replaces functions of `transformers` for the whole process, so that its steps run in a process of their own; the others
 run in turns on one model. Peak memory is that of torch's allocator over two steps. `liger_kernel` is left out where it
-is not installed.
+is not installed. `by_hand` has the steps by hand, with all kernels that fit; `--profiles` saves what nearpeak says of
+them.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ import torch
 import transformers
 
 import nearpeak
+from benchmarks.models.by_hand import Decoder
+from nearpeak import kernels
 from nearpeak._records import to_json
 from nearpeak.measure.statistics import median
 
@@ -124,9 +128,34 @@ def run_liger(name: str, device: str, small: bool) -> dict[str, Any]:
     return measure(Program(name, device, small).step)
 
 
-def run_model(name: str, device: str, small: bool, ways: list[str], without: list[str]) -> dict[str, Any]:
+def run_by_hand(program: Program, profile: Path | None) -> dict[str, Any]:
+    """The step by hand, whose loss is that of the model as far as rounding goes; both are in the result."""
+    with torch.no_grad():
+        right = float(program.model(input_ids=program.tokens, labels=program.tokens, use_cache=False).loss)
+    decoder = Decoder(program.model)
+    optimizer = kernels.AdamW(decoder.parameters(), lr=1e-5)
+    with torch.no_grad():
+        loss = float(decoder(program.tokens))
+
+    def step() -> None:
+        decoder(program.tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    row = {**measure(step), "loss": loss, "loss_of_model": right}
+    if profile is not None:
+        nearpeak.profile(step).save(profile)
+    return row
+
+
+def run_model(
+    name: str, device: str, small: bool, ways: list[str], without: list[str], profiles: Path | None
+) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name}
     program = Program(name, device, small)
+    if "hand" in ways:  # first: the optimizer of the model has no states yet
+        row["hand"] = run_by_hand(program, None if profiles is None else profiles / f"hand_{name}.json.gz")
+        gc.collect()
     if "eager" in ways:
         row["eager"] = measure(program.step)
     if "fixed" in ways:
@@ -159,7 +188,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'model':16s} {'way':9s} {'ms':>8s} {'GB':>7s} {'of eager':>9s}"]
     for row in rows:
         eager = row.get("eager", {}).get("step_s")
-        for way in ("eager", "liger", "compiled", "fixed", "undone"):
+        for way in ("eager", "liger", "compiled", "fixed", "undone", "hand"):
             if way in row and "step_s" in row[way]:
                 result = row[way]
                 memory = "-" if result["peak_bytes"] is None else f"{result['peak_bytes'] / 1e9:.1f}"
@@ -175,6 +204,7 @@ def main() -> None:
     parser.add_argument("--without", default="torch-compile", help="ids of fixes to leave out")
     parser.add_argument("--small", action="store_true", help="tiny configurations, to try this on a CPU")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profiles", type=Path, help="a folder for profiles of the steps by hand")
     parser.add_argument("--show", type=Path, help="print the table of an earlier run")
     parser.add_argument("--liger", choices=MODELS, help="run this model with Liger alone, and print JSON")
     arguments = parser.parse_args()
@@ -196,7 +226,8 @@ def main() -> None:
             ran = subprocess.run(command + ["--small"] * arguments.small, capture_output=True, text=True)
             lines = ran.stdout.strip().splitlines()
             liger = json.loads(lines[-1]) if ran.returncode == 0 and lines else {"problem": ran.stderr[-2000:]}
-        row = run_model(name, device, arguments.small, ways, [id for id in arguments.without.split(",") if id])
+        without = [id for id in arguments.without.split(",") if id]
+        row = run_model(name, device, arguments.small, ways, without, arguments.profiles)
         if liger is not None:
             row["liger"] = liger
         rows.append(row)
