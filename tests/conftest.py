@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import tempfile
@@ -48,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in need_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         config.stash[_not_run] = len(need_gpu)
+
+
+def pytest_collection_finish() -> None:
+    # or each collection of garbage goes through all tests and what they import: that takes longer than most tests do
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

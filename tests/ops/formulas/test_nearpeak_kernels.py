@@ -196,10 +196,10 @@ made_up.storages = 0
 
 
 def test_a_causal_softmax_reads_what_is_seen_and_writes_all():
-    cost = cost_on_fakes("softmax", lambda: kernels.softmax(made(8, 64, 64), causal=True))
-    assert cost.work.bytes_read == 2 * 8 * 64 * 65 // 2
-    assert cost.work.bytes_written == 2 * 8 * 64 * 64
-    assert cost.vector_flops == {"float32": 3 * 8 * 64 * 65 / 2}
+    cost = cost_on_fakes("softmax", lambda: kernels.softmax(made(2, 16, 16), causal=True))
+    assert cost.work.bytes_read == 2 * 2 * 16 * 17 // 2
+    assert cost.work.bytes_written == 2 * 2 * 16 * 16
+    assert cost.vector_flops == {"float32": 3 * 2 * 16 * 17 / 2}
 
 
 def test_more_keys_than_queries_are_seen_by_causal_queries_at_the_end():
@@ -208,8 +208,8 @@ def test_more_keys_than_queries_are_seen_by_causal_queries_at_the_end():
 
 
 def test_a_mask_may_hide_all_scores():
-    cost = cost_on_fakes("softmax", lambda: kernels.softmax(made(8, 64, 64), mask=ints(64).bool()))
-    assert cost.work.bytes_read == 64
+    cost = cost_on_fakes("softmax", lambda: kernels.softmax(made(2, 16, 16), mask=ints(16).bool()))
+    assert cost.work.bytes_read == 16
 
 
 def test_a_gated_activation_moves_three_tensors_and_its_backward_five():
