@@ -26,6 +26,10 @@ sys.dont_write_bytecode = False
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run on a CPU too
 
+# Inductor compiles few kernels here: processes that do so, and headers that are compiled ahead, take longer than these.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+
 # the same examples each time; a busy machine is slow, and not wrong
 hypothesis.settings.register_profile("nearpeak", derandomize=True, deadline=None, max_examples=15)
 hypothesis.settings.load_profile("nearpeak")

@@ -37,7 +37,7 @@ def test_only_the_time_of_the_program_counts(monkeypatch):
     """Reading a long recording is no wait for a step, and does not end a script for `--wait`."""
     lines = []
     session = Session(lines.append)
-    with Watchdog(session, lines.append, 0.2, first_line_s=0.05) as watchdog, session.guard.own_time():
+    with session.guard.own_time(), Watchdog(session, lines.append, 0.2, first_line_s=0.05) as watchdog:
         time.sleep(0.4)
         assert lines == []
     assert not watchdog.timed_out
@@ -60,7 +60,7 @@ def test_steps_give_more_time_and_their_absence_interrupts_the_code():
     session = Session(lambda line: None)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     try:
-        with pytest.raises(KeyboardInterrupt), Watchdog(session, lambda line: None, 1.0) as watchdog:
+        with pytest.raises(KeyboardInterrupt), Watchdog(session, lambda line: None, 3.0) as watchdog:
             for _ in range(3):
                 time.sleep(0.1)
                 session.step_ends()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import nearpeak
 from nearpeak.errors import UsageError
+from nearpeak.trace import known_values
 from nearpeak.trace.cuda_ops.target import target_of
 from nearpeak.trace.trace import trace
 
@@ -152,7 +153,8 @@ def test_cond_live():
 
 
 @pytest.mark.slow
-def test_while_loop():
+def test_while_loop(monkeypatch):
+    monkeypatch.setattr(known_values, "MAX_READS", 20)
     x = torch.randn(4)
 
     def loop():

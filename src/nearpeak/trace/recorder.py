@@ -772,7 +772,23 @@ def run_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of `func(*args, **kwargs)` on fake tensors, also where torch's shapes refuse what its kernels take."""
     special = _FAKE_RESULTS.get(func)
     result = NotImplemented if special is None else special(*args, **kwargs)
+    if result is NotImplemented and isinstance(func, torch._ops.OpOverload) and _only_writes(func):
+        return None
     return func(*args, **kwargs) if result is NotImplemented else result
+
+
+def _only_writes(func: Any) -> bool:
+    """Whether an operator of torch returns nothing, and has no kernel for fake tensors: steps of fused SGD and Adagrad.
+
+    torch would run it on zeros, which take the memory of all arguments.
+    """
+    if func._schema.returns:
+        return False
+    registered = torch._C._dispatch_has_kernel_for_dispatch_key
+    return func.namespace == "aten" and not any(registered(func.name(), key) for key in _KEYS_OF_SHAPES)
+
+
+_KEYS_OF_SHAPES = ("Meta", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
 
 
 def _grouped_mm(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from nearpeak.errors import UsageError
@@ -231,10 +229,8 @@ def test_a_thousand_requests_take_few_events():
     """Equal steps are taken in one go: the events of a run count its requests, not its tokens."""
     llama = deployment("llama-3-70b", "h200-sxm x 8", ServingLayout(tp=4), "fp8")
     load = closed_loop(prompt=1024, output=1024, concurrency=64, requests=1000, spread=0.1)
-    began = time.process_time()
     run = simulate(llama, load, replicas=2)
     assert run.events < 4 * 1000
-    assert time.process_time() - began < 2.0
 
 
 def test_the_cost_of_a_million_tokens_pays_for_all_gpus():
