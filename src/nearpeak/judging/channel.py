@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from nearpeak.errors import EnvironmentProblem
-from nearpeak.judging.exchange import write_message
 
 START_SECONDS = 120.0
 RUNS = 1 << 20
@@ -49,6 +48,13 @@ class Reply(NamedTuple):
 
     content: dict[str, Any]
     seconds: float
+
+
+def write_message(descriptor: int, message: dict[str, Any]) -> None:
+    """Writes one message as a line."""
+    content = json.dumps(message).encode() + b"\n"
+    while content:
+        content = content[os.write(descriptor, content) :]
 
 
 class Channel:
@@ -87,17 +93,28 @@ class Channel:
         if not self._ready:
             self._read("", START_SECONDS)
             self._ready = True
-        token = secrets.token_hex(8)
         start = time.perf_counter()
+        reply = self.answer(self.command(do, **content), timeout)
+        return Reply(reply, time.perf_counter() - start)
+
+    def command(self, do: str, **content: Any) -> str:
+        """Gives a command, and returns the token that `answer` waits for."""
+        token = secrets.token_hex(8)
         try:
             write_message(self._commands, {"do": do, "token": token, **content})
         except BrokenPipeError:
             raise self._ended() from None
+        return token
+
+    def answer(self, token: str, timeout: float | None = None) -> dict[str, Any]:
+        """The reply to a command, of which only one is under way."""
+        if not self._ready:
+            self._read("", START_SECONDS)
+            self._ready = True
         reply = self._read(token, timeout or self.timeout)
-        seconds = time.perf_counter() - start
         if "error" in reply:
             raise CandidateError(str(reply["error"])[:400], str(reply.get("kind"))[:100])
-        return Reply(reply, seconds)
+        return reply
 
     def _read(self, token: str, timeout: float) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
@@ -124,22 +141,37 @@ class Channel:
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
         return ProcessEnded("CRASHED", f"the process ended with {how}", self.last_words())
 
-    def last_words(self) -> str:
-        """The end of what the process wrote to stdout and stderr."""
+    def words(self) -> str:
+        """What the process wrote to stdout and stderr."""
         try:
-            return self._log.read_bytes()[-LAST_WORDS:].decode("utf-8", "replace")
+            return self._log.read_bytes().decode("utf-8", "replace")
         except OSError:
             return ""
 
-    def cpu_seconds(self) -> float | None:
-        """Processor time of all threads of the process, from the system; None where that is not told."""
+    def last_words(self) -> str:
+        """The end of that."""
+        return self.words()[-LAST_WORDS:]
+
+    def busy_seconds(self) -> float | None:
+        """Time in which threads of the process ran, or waited for a processor; None where the system does not tell."""
         total = 0
         try:
             for task in Path(f"/proc/{self.pid}/task").iterdir():
-                total += int((task / "schedstat").read_text().split()[0])
-        except (OSError, ValueError, IndexError):
+                ran, waited, _ = (task / "schedstat").read_text().split()
+                total += int(ran) + int(waited)
+        except (OSError, ValueError):
             return None
         return total * 1e-9
+
+    def finish(self, timeout: float) -> None:
+        """Lets the process end by itself, which it does where no more commands come."""
+        if not self._closed:
+            os.close(self._commands)
+            deadline = time.monotonic() + timeout
+            while self._process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            self._commands = -1
+        self.close()
 
     def close(self) -> None:
         """Ends the process and those that it started."""
@@ -149,14 +181,17 @@ class Channel:
             self._process.wait()
         if not self._closed:
             self._closed = True
-            os.close(self._commands)
-            os.close(self._replies)
+            for descriptor in (self._commands, self._replies):
+                if descriptor >= 0:
+                    os.close(descriptor)
 
 
 class Process(Protocol):
     """What a channel needs of a process."""
 
-    pid: int
+    @property
+    def pid(self) -> int:
+        """Its number."""
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -194,7 +229,7 @@ class _Server:
     current: ClassVar[_Server | None] = None
 
     def __init__(self) -> None:
-        self.socket, other = socket.socketpair()
+        self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a message is a message
         self.process = subprocess.Popen(
             [sys.executable, "-m", "nearpeak.judging.runner", "--server", str(other.fileno())],
             stdin=subprocess.DEVNULL,
@@ -203,14 +238,26 @@ class _Server:
             start_new_session=True,
         )
         other.close()
+        self.started: list[_ForkedProcess] = []
+        """Processes whose number the server has not told yet."""
 
-    def ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> int:
-        """The number that the server replies with; OSError where it has ended."""
-        socket.send_fds(self.socket, [json.dumps(message).encode() + b"\n"], list(descriptors))
+    def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Sends a request, whose number `receive` gives; OSError where the server has ended."""
+        socket.send_fds(self.socket, [json.dumps(message).encode()], list(descriptors))
+
+    def receive(self) -> int:
+        """The number that the server replies with, for the requests in their order."""
         reply = self.socket.recv(64)
         if not reply:
             raise BrokenPipeError("the server has ended")
         return int(reply)
+
+    def ask(self, message: dict[str, Any]) -> int:
+        """The reply to a request, after those of the processes that were started before."""
+        while self.started:
+            self.started[0].read_pid()
+        self.send(message)
+        return self.receive()
 
     @classmethod
     def running(cls) -> _Server:
@@ -228,11 +275,25 @@ class _Server:
 
 
 class _ForkedProcess:
-    """A runner that the server has forked."""
+    """A runner that the server forks; the judge goes on while the server still imports torch."""
 
-    def __init__(self, server: _Server, pid: int) -> None:
-        self.server, self.pid = server, pid
+    def __init__(self, server: _Server) -> None:
+        self.server = server
         self.code: int | None = None
+        self._pid: int | None = None
+        server.started.append(self)
+
+    @property
+    def pid(self) -> int:
+        """Of the process; waits until the server has started it."""
+        while self._pid is None:
+            self.server.started[0].read_pid()
+        return self._pid
+
+    def read_pid(self) -> None:
+        """Reads the number of this process, the first of those that the server has not told yet."""
+        self._pid = self.server.receive()
+        self.server.started.remove(self)
 
     def poll(self) -> int | None:
         """Its exit code; None while it runs."""
@@ -258,11 +319,17 @@ def _server_process(arguments: list[str], descriptors: tuple[int, int, int]) -> 
     message = {"do": "start", "arguments": arguments, "folder": str(Path.cwd())}
     server = _Server.running()
     try:
-        return _ForkedProcess(server, server.ask(message, descriptors))
+        server.send(message, descriptors)
     except OSError:  # it was ended between two judgements
         server.close()
         server = _Server.running()
-        return _ForkedProcess(server, server.ask(message, descriptors))
+        server.send(message, descriptors)
+    return _ForkedProcess(server)
+
+
+def start_server() -> None:
+    """Begins to import torch in the process that runners for a CPU are forked from, and does not wait for it."""
+    _Server.running()
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

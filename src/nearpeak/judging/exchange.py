@@ -1,4 +1,4 @@
-"""What crosses between the judge and the process of a candidate: tensors in files, and messages of JSON.
+"""Tensors that cross between the judge and the process of a candidate, as files.
 
 A file of tensors is a line of JSON, which has a tree of arguments and the form of each storage, and the bytes of the
 storages after it. A tensor is sizes, strides and an offset over its storage, so that layouts arrive as they were.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -166,10 +165,3 @@ def _same_form(form: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     else:
         new.copy_(values)
     return new
-
-
-def write_message(descriptor: int, message: dict[str, Any]) -> None:
-    """Writes one message as a line."""
-    content = json.dumps(message).encode() + b"\n"
-    while content:
-        content = content[os.write(descriptor, content) :]

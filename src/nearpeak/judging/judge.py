@@ -21,12 +21,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import nearpeak
-from nearpeak.bound.floors import ideal
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import CaseError, NearpeakError, UsageError
 from nearpeak.judging.channel import CandidateError, Channel, ProcessEnded, sanitizer_prefix
@@ -53,9 +52,9 @@ from nearpeak.measure.options import Options, Progress
 from nearpeak.measure.quality import interval_of
 from nearpeak.measure.statistics import median, quantile
 from nearpeak.measure.timing import Block, Environment, Flag, Timing, make_flag
-from nearpeak.ops.cost import costs_of
-from nearpeak.trace.cuda_ops.target import target_of
-from nearpeak.trace.trace import trace
+
+if TYPE_CHECKING:
+    from nearpeak.judging.floor import Floor
 
 KNOWN_SEEDS = (0, 42)
 """Seeds that everybody uses: a candidate may have the answers to what they draw."""
@@ -67,8 +66,8 @@ FEWEST_CHECKS = 60
 FEWEST_BLOCKS = 8
 MOST_BLOCKS = 40
 CLOCK_RUN_S = 0.03
-FLOOR_SLACK = 0.9
-IDLE_S = 0.25
+IDLE_S = 0.2
+BUSY_SHARE = 0.6
 LATE_S = 0.5
 FASTER_ON_SAME = 0.6
 """A call on inputs that came before may take this share of one with an element changed; less is no cache of the
@@ -271,8 +270,10 @@ class _Trial:
             if not self.task.accepts(self.given):
                 self.task.function(*self.given.args, **self.given.kwargs)  # raises what is wrong
             self._import_candidate(path, function)
+            if timed and self.is_imported:
+                self._begin_rivals(compile_reference)
             with contextlib.suppress(ProcessEnded):
-                self._judge(compile_reference=compile_reference, timed=timed)
+                self._judge(timed)
             if sanitize and "CRASHED" not in self.charges:
                 self._sanitize(prefix, path, function, sanitize)
         finally:
@@ -314,7 +315,7 @@ class _Trial:
         except ProcessEnded:
             self.is_imported = False
 
-    def _judge(self, *, compile_reference: bool, timed: bool) -> None:
+    def _judge(self, timed: bool) -> None:
         if not self.is_imported:
             return
         deadline = time.perf_counter() + self.max_seconds
@@ -329,7 +330,7 @@ class _Trial:
         if timed and self.is_interpreted:
             self.notes.append("Triton's interpreter ran the candidate: its values were checked, and no time was taken.")
         elif timed and not any(charge.fault == "wrong" for charge in self.charges.values()):
-            self._time(compile_reference)
+            self._time()
         elif timed:
             self.notes.append("No time was taken: the results are wrong.")
         self._check_idle()
@@ -379,10 +380,6 @@ class _Trial:
         ]
         if not answers[0].mutated:
             self.deterministic = bool(reply["deterministic"])
-        stale = [
-            self._agrees(snapshot, answers[1 - which], results)
-            for snapshot, which in zip(snapshots, expected, strict=True)
-        ]
         where = ("the first call", "a call on new values in the same memory", "the same call again", "a later call")
         # A call that changes its inputs has others at its next call.
         counted = range(4) if not answers[0].mutated else (0, 1, 3)
@@ -390,9 +387,9 @@ class _Trial:
             outcome: Outcome = "passed" if right[i] else "failed"
             self.checks.append(Check(kind="sequence", inputs=where[i], outcome=outcome))
         wrong = [i for i in counted if not right[i]]
-        if wrong and any(stale[i] for i in wrong):
-            i = next(i for i in wrong if stale[i])
-            self._charge("CACHED_RESULT", f"{where[i]} gave the result of earlier inputs")
+        stale = [i for i in wrong if self._agrees(snapshots[i], answers[1 - expected[i]], results)]
+        if stale:
+            self._charge("CACHED_RESULT", f"{where[stale[0]]} gave the result of earlier inputs")
         elif wrong and (right[0] or self.is_given_right):
             if not answers[0].mutated and right[1] != right[2]:
                 self._charge("RACE", "the same call gave a right and a wrong result")
@@ -699,14 +696,18 @@ class _Trial:
             )
 
     def _check_idle(self) -> None:
-        """Whether its process works while nobody calls it."""
-        time.sleep(0.05)
-        before = self.channel.cpu_seconds()
-        time.sleep(IDLE_S)
-        after = self.channel.cpu_seconds()
-        if before is not None and after is not None and after - before > 0.3 * IDLE_S:
-            evidence = f"{(after - before) * 1e3:.0f} ms of processor time in {IDLE_S * 1e3:.0f} ms without a call"
-            self._charge("WORK_BETWEEN_CALLS", evidence)
+        """Whether its process works while nobody calls it, in each of two intervals."""
+        shares = []
+        for _ in range(2):
+            time.sleep(0.02)
+            before, start = self.channel.busy_seconds(), time.perf_counter()
+            time.sleep(IDLE_S)
+            after, passed = self.channel.busy_seconds(), time.perf_counter() - start
+            if before is None or after is None or after - before < BUSY_SHARE * passed:
+                return
+            shares.append((after - before) / passed)
+        evidence = f"its threads were busy for {100 * min(shares):.0f} % of {2 * IDLE_S:g} s without a call"
+        self._charge("WORK_BETWEEN_CALLS", evidence)
 
     def _integrity(self) -> None:
         reply = self._ask("integrity")
@@ -755,31 +756,42 @@ class _Trial:
 
     # Fast
 
-    def _time(self, compile_reference: bool) -> None:
-        rivals = self._start_rivals(compile_reference)
-        for sizes in self.sizes:
+    def _time(self) -> None:
+        floors = [self._floor(sizes) for sizes in self.sizes]
+        rivals = self._rivals()
+        for sizes, floor in zip(self.sizes, floors, strict=True):
             self.say(f"{self.candidate}: timing {_sizes_text(sizes)}")
-            speed = self._speed(sizes, rivals)
+            speed = self._speed(sizes, rivals, floor)
             if speed is None:
                 return
             self.speeds.append(speed)
-            self._check_floor(speed)
+            self._check_floor(speed, floor)
 
-    def _start_rivals(self, compile_reference: bool) -> list[str]:
+    def _begin_rivals(self, compile_reference: bool) -> None:
+        """Imports the reference in the process of the rivals, where it is compiled while the candidate is checked."""
         assert self.rival_channel is not None
         channel = self.rival_channel
         channel.ask("import", file=str(self.task.path), function=self.task.name, guarded=False, reference="")
+        self.compiling = (
+            channel.command("compile", inputs=self._file("compiled", self.given)) if compile_reference else ""
+        )
+
+    def _rivals(self) -> list[str]:
+        """What the candidate is timed against."""
+        assert self.rival_channel is not None
+        channel = self.rival_channel
         names = ["reference"]
-        file = self._file("compiled", self.given)
-        if compile_reference:
+        if self.compiling:
+            self.say(f"{self.candidate}: waiting for torch.compile of the reference")
             try:
-                channel.ask("compile", timeout=max(self.timeout, 120.0), inputs=file)
+                channel.answer(self.compiling, max(self.timeout, 120.0))
                 names.append("torch.compile")
             except CandidateError as error:
                 self.notes.append(f"torch.compile of the reference failed: {str(error)[:120]}")
         if self.device.type != "cpu":
-            second = self._file("matched", self.task.draw(self.draws.getrandbits(48), **self.sizes[0]))
-            kernel = channel.ask("match", inputs=[file, second]).content["kernel"]
+            drawn = [self.given, self.task.draw(self.draws.getrandbits(48), **self.sizes[0])]
+            files = [self._file(f"matched{i}", inputs) for i, inputs in enumerate(drawn)]
+            kernel = channel.ask("match", inputs=files).content["kernel"]
             if kernel:
                 names.append("nearpeak")
                 self.notes.append(f"nearpeak's kernel for this is {kernel}.")
@@ -800,7 +812,7 @@ class _Trial:
         else:
             channel.ask("sets", inputs=files)
 
-    def _speed(self, sizes: Mapping[str, int], rivals: list[str]) -> Speed | None:
+    def _speed(self, sizes: Mapping[str, int], rivals: list[str], floor: Floor | None) -> Speed | None:
         assert self.rival_channel is not None
         sets = self._load_sets(self.channel, sizes)
         self._send_sets(self.rival_channel, sets)
@@ -832,7 +844,6 @@ class _Trial:
         enqueue = self._check_clock(timings["candidate"], hot["candidate"])
         if self.device.type != "cpu":
             self._check_streams()
-        floor, bound, limiter, ceilings = self._floor(sets[0])
         compared = []
         for name in rivals:
             comparison = compare_timings(timings[name], timings["candidate"], margin=0.02, confidence=CONFIDENCE)
@@ -852,10 +863,10 @@ class _Trial:
             candidate=Rival(name="candidate", timing=timings["candidate"], hot_seconds=max(0.0, hot["candidate"])),
             rivals=tuple(compared),
             enqueue_seconds=enqueue,
-            floor_seconds=floor,
-            bound_seconds=bound,
-            bound_limiter=limiter,
-            ceilings=ceilings,
+            floor_seconds=None if floor is None else floor.seconds,
+            bound_seconds=None if floor is None else floor.bound_seconds,
+            bound_limiter=None if floor is None else floor.limiter,
+            ceilings="" if floor is None else floor.ceilings,
         )
 
     def _block(self, name: str, cache: str, seed: int, calls: int) -> dict[str, Any] | None:
@@ -960,39 +971,33 @@ class _Trial:
     def _instrument(self) -> GpuInstrument | None:
         return None if self.device.type == "cpu" else gpu_instrument(self.device.index or 0)
 
-    def _floor(self, inputs: Inputs) -> tuple[float | None, float | None, str | None, str]:
-        """The time that inputs and results take to cross memory, and the floor of the reference's work."""
+    def _floor(self, sizes: Mapping[str, int]) -> Floor | None:
+        """What a right result takes at the least, and the bound of the reference's work."""
         machine = known_machine(self._instrument())
         if machine is None or machine.achievable is None:
             note = "The limits of this machine are not known: `nearpeak machine --calibrate` measures them."
             if note not in self.notes:
                 self.notes.append(note)
-            return None, None, None, ""
+            return None
+        # It traces, which imports the compiler of torch: two seconds, while another process compiles the reference.
+        from nearpeak.judging.floor import floor_of
+
         try:
-            recorded = trace(
-                self.task.function, *inputs.args, kwargs=inputs.kwargs, grad=False, target=target_of(machine)
-            )
-            costs = costs_of(recorded.ops)
-            reached = ideal(recorded, costs, machine)
-            limit = reached if machine.theoretical is None else ideal(recorded, costs, machine, ceilings="theoretical")
+            return floor_of(self.task.function, self.task.draw(self.draws.getrandbits(48), **sizes), machine)
         except Exception as error:  # fake tensors cannot run everything
             self.notes.append(f"The work of the reference cannot be traced: {' '.join(str(error).split())[:120]}")
-            return None, None, None, ""
-        return limit.memory_seconds, reached.seconds, reached.limiter, machine.achievable.how
+            return None
 
-    def _check_floor(self, speed: Speed) -> None:
+    def _check_floor(self, speed: Speed, floor: Floor | None) -> None:
         timing = speed.candidate.timing
-        if speed.floor_seconds and timing.high < FLOOR_SLACK * speed.floor_seconds:
+        if floor is None:
+            return
+        if timing.high < floor.slack * floor.seconds:
             self._charge(
                 "BELOW_FLOOR",
-                f"{timing.seconds * 1e6:.1f} us, and inputs and results take {speed.floor_seconds * 1e6:.1f} us to "
-                "cross memory",
+                f"{timing.seconds * 1e6:.1f} us, and {floor.seconds * 1e6:.1f} us is the least: {floor.why}",
             )
-        if (
-            speed.bound_seconds
-            and timing.high < FLOOR_SLACK * speed.bound_seconds
-            and "BELOW_FLOOR" not in self.charges
-        ):
+        elif timing.high < floor.slack * floor.bound_seconds:
             self.notes.append(
                 f"It is faster than the FLOPs of the reference allow ({speed.sizes}): it leaves out work that the "
                 "reference does in vain, or the figures of the machine are too low. Its results are right."

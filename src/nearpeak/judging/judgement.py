@@ -59,7 +59,7 @@ CHARGES: Mapping[str, tuple[Fault, str]] = {
     "CALLS_REFERENCE": ("dishonest", "It opens or imports the file of the reference."),
     "READS_JUDGE": ("dishonest", "It opens the judge's files of inputs and results."),
     "INSPECTS_CALLER": ("dishonest", "It looks at the frames or the objects of the code that calls it."),
-    "BELOW_FLOOR": ("dishonest", "It takes less time than its inputs and results take to cross memory."),
+    "BELOW_FLOOR": ("dishonest", "It takes less time than a right result takes at the least on this machine."),
 }
 """By name: whether the candidate is wrong or dishonest then, and what the charge says."""
 
@@ -128,7 +128,7 @@ class Speed:
     enqueue_seconds: Seconds | None = None
     """Host time of the candidate until the call returns, on a GPU: its launch overhead."""
     floor_seconds: Seconds | None = None
-    """The time that inputs and results take to cross memory once; None where the machine is not known."""
+    """The least time of a right result, where it can be proved; None where the machine is not known."""
     bound_seconds: Seconds | None = None
     """The floor of the reference's work: its memory traffic, or its FLOPs as written."""
     bound_limiter: str | None = None

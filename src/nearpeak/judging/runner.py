@@ -28,9 +28,9 @@ from typing import Any, NoReturn
 import torch
 
 from nearpeak.devices.backends import gpu_backend
-from nearpeak.judging import exchange
-from nearpeak.judging.channel import RUNS
-from nearpeak.judging.exchange import map_tensors, read_tensors, scaled, tensors_in, write_message, write_tensors
+from nearpeak.judging import channel, exchange
+from nearpeak.judging.channel import RUNS, write_message
+from nearpeak.judging.exchange import map_tensors, read_tensors, scaled, tensors_in, write_tensors
 from nearpeak.measure import case as case_files
 from nearpeak.measure import gpu, instrument, kernel_times, samplers, statistics
 from nearpeak.measure.bench import quiet_collector
@@ -101,7 +101,10 @@ class Guard:
     @staticmethod
     def _functions() -> dict[str, FunctionType]:
         functions: dict[str, FunctionType] = {}
-        modules = (sys.modules[__name__], exchange, samplers, gpu, instrument, kernel_times, statistics, case_files)
+        modules = (
+            *(sys.modules[__name__], channel, exchange, case_files),
+            *(samplers, gpu, instrument, kernel_times, statistics),
+        )
         for module in modules:
             for name, value in vars(module).items():
                 if isinstance(value, FunctionType):
@@ -450,11 +453,11 @@ class Runner:
         with quiet_collector():
             device = self.instrument
             if device is None:
-                if self._evict is None:
-                    self._evict = HostEviction()
-                evict = self._evict if cache == "cold" else None
-                reset = touch if cache == "hot" else None
-                block = HostSampler(call, cache, call_seconds=0.0, reset=reset, evict=evict, calls=calls).block()
+                # All inputs of a block are in memory of their own: one sweep evicts those of every call.
+                if cache == "cold":
+                    self._evict = self._evict or HostEviction()
+                    self._evict()
+                block = HostSampler(call, cache, call_seconds=0.0, reset=touch, calls=calls).block()
                 method = f"host clock around each of {calls} calls on new inputs"
             else:
                 seconds, enqueue = self._estimate(name)
@@ -806,7 +809,7 @@ def serve(descriptor: int) -> None:
         message = json.loads(content)
         if message["do"] != "start":
             pid, status = os.waitpid(message["pid"], os.WNOHANG if message["do"] == "poll" else 0)
-            server.send(str(os.waitstatus_to_exitcode(status) if pid else RUNS).encode())
+            server.send(b"%d" % (os.waitstatus_to_exitcode(status) if pid else RUNS))
             continue
         pid = os.fork()
         if not pid:
@@ -814,7 +817,7 @@ def serve(descriptor: int) -> None:
             _become_runner(message, descriptors)
         for each in descriptors:
             os.close(each)
-        server.send(str(pid).encode())
+        server.send(b"%d" % pid)
 
 
 def _become_runner(message: dict[str, Any], descriptors: list[int]) -> NoReturn:

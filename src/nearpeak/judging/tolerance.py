@@ -97,15 +97,15 @@ def answer(
         """The mean square of what perturbations change."""
         squares = [torch.zeros_like(tensor.double()) for tensor in exact]
         for _ in range(draws):
-            moved = map_tensors(wide, lambda t: perturb(t).requires_grad_(t.requires_grad) if _is_wide(t) else t)
+            moved = map_tensors(wider, lambda t: perturb(t).requires_grad_(t.requires_grad) if _is_wide(t) else t)
             for square, a, b in zip(squares, _run(function, moved[0], moved[1], seeds, None)[0], exact, strict=True):
                 difference = a.double() - b.double()
                 square += torch.where(difference.isfinite(), difference, 0.0) ** 2 / draws
         return squares
 
     try:
-        wide = _wide((args, kwargs))
-        exact, _ = _run(function, wide[0], wide[1], seeds, None)
+        wider = wide((args, kwargs))
+        exact, _ = _run(function, wider[0], wider[1], seeds, None)
         is_exact = True
         squares = influence()
         if widest == torch.float64 and _are_mostly_zero(squares):
@@ -137,7 +137,7 @@ def without_nonfinite(known: Answer, function: Callable[..., Any], args: Any, kw
             plain = tensor.detach()
             return torch.where(plain.isfinite(), plain, value).requires_grad_(tensor.requires_grad)
 
-        tree = _wide(map_tensors((args, kwargs), clean))
+        tree = wide(map_tensors((args, kwargs), clean))
         return _run(function, tree[0], tree[1], None, None)[0]
 
     first, second = replaced(0.5), replaced(-2.0)
@@ -192,7 +192,9 @@ def _is_wide(tensor: torch.Tensor) -> bool:
     return tensor.dtype == torch.float64
 
 
-def _wide(tree: Any) -> Any:
+def wide(tree: Any) -> Any:
+    """The same tree with floating-point tensors in float64."""
+
     def widen(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point():
             return tensor

@@ -273,7 +273,7 @@ class HostEviction:
 
     def __init__(self) -> None:
         self.cache_bytes = detect_cpu().cache_bytes
-        self._sweep = torch.randn(int(HOST_EVICT_FACTOR * (self.cache_bytes or UNKNOWN_CACHE_BYTES)) // 4)
+        self._sweep = torch.full((int(HOST_EVICT_FACTOR * (self.cache_bytes or UNKNOWN_CACHE_BYTES)) // 4,), 1.0)
 
     def __call__(self) -> None:
         """Reads the buffer."""

@@ -21,16 +21,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from nearpeak.cli.argument_types import assignment
 from nearpeak.cli.output import narrate, print_result, terminal_style, write_file
 from nearpeak.errors import UsageError
+from nearpeak.judging.channel import start_server
 
 if TYPE_CHECKING:
     from nearpeak.judging.judgement import Judgement, SuiteJudgement
     from nearpeak.render.document import Document
+
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")
+"""They are there where a GPU is."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -92,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     result: Judgement | SuiteJudgement
     # stdout is for the result: what the reference prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
+        if arguments.device == "cpu" or not any(map(os.path.exists, GPU_FILES)):
+            start_server()  # it imports torch while this process does
         from nearpeak.judging.judge import judge, judge_suite
         from nearpeak.render.results import document_of
 
