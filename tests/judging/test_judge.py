@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -152,3 +154,39 @@ def test_a_suite_and_its_exit_code(folder, capsys):
 def test_mistakes_on_the_command_line(arguments, message, capsys):
     assert main(arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+SANITIZER = """#!{python}
+import subprocess, sys
+assert sys.argv[1:4] == ["--tool", "memcheck", "--target-processes"], sys.argv
+code = subprocess.call(sys.argv[sys.argv.index("--print-limit") + 2 :], close_fds=False)
+print("========= COMPUTE-SANITIZER")
+print("========= Invalid __global__ write of size 4 bytes" if {errors} else "")
+print("========= ERROR SUMMARY: {errors} errors", flush=True)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(
+    "errors", [pytest.param(0, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_compute_sanitizer_ends_by_itself_and_is_read(folder, monkeypatch, errors):
+    tool = folder / "bin" / "compute-sanitizer"
+    tool.parent.mkdir()
+    tool.write_text(SANITIZER.format(python=sys.executable, errors=errors), encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tool.parent), prepend=os.pathsep)
+    judgement = judged(folder, "return x + x", sanitize="memcheck")
+    if errors:
+        (charge,) = judgement.charges
+        assert charge.name == "MEMORY_ERROR" and "2 of Invalid __global__ write" in charge.evidence
+    else:
+        assert judgement.is_accepted and "compute-sanitizer memcheck found nothing." in judgement.notes
+
+
+@pytest.mark.slow
+def test_a_call_that_needs_more_memory_than_it_may_have_says_so(folder):
+    body = "big = torch.ones(1 << 26)\n    return x * 2 + 0 * big[0]"
+    judgement = judged(folder, body, memory_bytes=64 << 20)
+    (charge,) = judgement.charges
+    assert charge.name == "OUT_OF_MEMORY" and "0.0625 GiB" in charge.evidence

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import json
 import os
+import re
 import secrets
 import select
 import shutil
@@ -60,9 +61,7 @@ def write_message(descriptor: int, message: dict[str, Any]) -> None:
 class Channel:
     """A process of `runner`, started at once; the first command waits until it is ready."""
 
-    def __init__(
-        self, folder: Path, device: str, *, timeout: float, memory_bytes: int | None = None, prefix: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, folder: Path, device: str, *, timeout: float, prefix: Sequence[str] = ()) -> None:
         self.folder, self.timeout = folder, timeout
         self.forged: str = ""
         """A line that the runner did not write."""
@@ -72,14 +71,12 @@ class Channel:
         arguments = [str(folder), device]
         with self._log.open("wb") as log:
             descriptors = (commands_read, replies_write, log.fileno())
-            if device == "cpu" and not prefix and memory_bytes is None:
+            if device == "cpu" and not prefix:
                 self._process: Process = _server_process(arguments, descriptors)
             else:
                 self._process = _own_process(prefix, arguments, descriptors)
         os.close(commands_read)
         os.close(replies_write)
-        if memory_bytes is not None and device == "cpu":
-            _limit_memory(self._process.pid, memory_bytes)
         self._buffer = b""
         self._ready = self._closed = False
 
@@ -215,7 +212,8 @@ def _own_process(prefix: Sequence[str], arguments: list[str], descriptors: tuple
         stdout=log,
         stderr=log,
         pass_fds=(commands, replies),
-        env=_environment(arguments[1]),
+        # Under a tool that checks addresses, each tensor has an allocation of its own.
+        env=_environment(arguments[1]) | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if prefix else {}),
         start_new_session=True,
     )
 
@@ -340,12 +338,6 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return reply if isinstance(reply, dict) else None
 
 
-def _limit_memory(pid: int, limit: int) -> None:
-    import resource
-
-    resource.prlimit(pid, resource.RLIMIT_DATA, (limit, limit))
-
-
 def sanitizer_prefix(tool: str) -> list[str]:
     """The command line that runs a process under compute-sanitizer."""
     path = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -355,3 +347,17 @@ def sanitizer_prefix(tool: str) -> list[str]:
             "toolkit, or leave the option out."
         )
     return [path, "--tool", tool, "--target-processes", "all", "--print-limit", "5"]
+
+
+def sanitizer_report(words: str) -> tuple[int, str] | None:
+    """The number of errors or hazards in what compute-sanitizer wrote, and the first of them; None without a summary.
+
+    >>> sanitizer_report("========= Invalid __global__ write of size 4 bytes\\n========= ERROR SUMMARY: 1 error")
+    (1, 'Invalid __global__ write of size 4 bytes')
+    """
+    lines = [line.removeprefix("=========").strip() for line in words.splitlines() if line.startswith("=========")]
+    found = [match for line in lines if (match := re.match(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) ", line))]
+    if not found:
+        return None
+    rest = [line for line in lines if line and "SUMMARY" not in line and "COMPUTE-SANITIZER" not in line]
+    return int(found[-1].group(1)), rest[0] if rest else ""

@@ -28,9 +28,10 @@ import torch
 import nearpeak
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import CaseError, NearpeakError, UsageError
-from nearpeak.judging.channel import CandidateError, Channel, ProcessEnded, sanitizer_prefix
+from nearpeak.judging.channel import CandidateError, Channel, ProcessEnded, sanitizer_prefix, sanitizer_report
 from nearpeak.judging.exchange import read_tensors, scaled, tensors_in, write_tensors
 from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Outcome, Rival, Speed, SuiteJudgement
+from nearpeak.judging.models import model_content
 from nearpeak.judging.runner import POISON
 from nearpeak.judging.tolerance import Agreement, Answer, agreement, answer, same_values, without_nonfinite
 from nearpeak.judging.variants import (
@@ -139,7 +140,7 @@ def judge(
         timed: Whether times are taken at all.
         mutates: Positions of tensors that the candidate may change.
         sanitize: "memcheck" or "racecheck": also run a call under compute-sanitizer.
-        memory_bytes: A limit for the memory of the candidate's process.
+        memory_bytes: What a call of the candidate may allocate.
         seed: For a judgement that can be repeated; by default nobody knows it before.
         progress: Called with a line of text now and then.
     """
@@ -201,6 +202,10 @@ def _function_in(path: Path, prefer: str = "") -> str:
     except (OSError, SyntaxError, ValueError) as error:
         raise CaseError(f"{path} cannot be read as Python: {error}.") from None
     names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")]
+    models = [node.name for node in tree.body if isinstance(node, ast.ClassDef) and _is_module_class(node)]
+    if models:
+        like = [name for name in models if name.startswith(prefer)]
+        return prefer if prefer in models else (like or models)[-1]
     names += [
         target.id
         for node in tree.body
@@ -214,6 +219,10 @@ def _function_in(path: Path, prefer: str = "") -> str:
     if not own:
         raise CaseError(f"{path} defines no function that could be judged.")
     return own[-1]
+
+
+def _is_module_class(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).rpartition(".")[2] == "Module" for base in node.bases)
 
 
 def _memory_folder() -> str | None:
@@ -260,7 +269,8 @@ class _Trial:
         start = time.perf_counter()
         path, function = self.path, self.function = _split(self.candidate)
         prefix = sanitizer_prefix(sanitize) if sanitize else []
-        self.channel = Channel(self.folder, str(self.device), timeout=self.timeout, memory_bytes=memory_bytes)
+        self.memory_bytes = memory_bytes
+        self.channel = Channel(self.folder, str(self.device), timeout=self.timeout)
         self.rival_channel: Channel | None = None
         try:
             if timed:
@@ -275,7 +285,7 @@ class _Trial:
             with contextlib.suppress(ProcessEnded):
                 self._judge(timed)
             if sanitize and "CRASHED" not in self.charges:
-                self._sanitize(prefix, path, function, sanitize)
+                self._sanitize(prefix, sanitize)
         finally:
             self.channel.close()
             if self.rival_channel is not None:
@@ -305,8 +315,13 @@ class _Trial:
         is_apart = os.path.realpath(path) != os.path.realpath(self.task.path)
         reference = os.path.realpath(self.task.path) if is_apart else ""
         try:
-            self._ask("import", file=path, function=function, guarded=True, reference=reference)
+            reply = self._ask("import", **self._imports(guarded=True, reference=reference))
             self.is_imported = True
+            if not reply["same_weights"]:
+                self.notes.append(
+                    "The candidate's weights have other names or shapes than the reference's: both were drawn after "
+                    "the same seed."
+                )
         except CandidateError as error:
             if error.kind == "CaseError":
                 raise CaseError(str(error).removeprefix("CaseError: ")) from None
@@ -314,6 +329,18 @@ class _Trial:
             self._charge("RAISED", f"while it was imported: {error}")
         except ProcessEnded:
             self.is_imported = False
+
+    def _imports(self, *, guarded: bool, reference: str = "") -> dict[str, Any]:
+        """The content of a command that imports the candidate."""
+        content = {"file": self.path, "function": self.function, "guarded": guarded, "reference": reference}
+        return {**content, "model": self._model_file(), "memory_bytes": self.memory_bytes}
+
+    def _model_file(self) -> str | None:
+        """The weights of a reference that is a module; None where it is a function."""
+        if self.task.model is None:
+            return None
+        write_tensors(self._path("model"), model_content(self.task.model, self.task.init, self.task.seed))
+        return "model"
 
     def _judge(self, timed: bool) -> None:
         if not self.is_imported:
@@ -488,6 +515,11 @@ class _Trial:
         try:
             reply = self._ask("call", **message)
         except CandidateError as error:
+            if self.memory_bytes is not None and _is_out_of_memory(error):
+                limit = f"{self.memory_bytes / 2**30:.3g} GiB"
+                self._charge("OUT_OF_MEMORY", f"a call may allocate {limit} ({words}): {error}")
+                self.last_words = self.last_words or self.channel.last_words()
+                return Check(kind=kind, inputs=words, outcome="not run" if kind == "given" else "failed")
             return Check(kind=kind, inputs=words, outcome="refused", detail=str(error))
         if "charge" in reply:
             self._charge_from(reply)
@@ -616,7 +648,7 @@ class _Trial:
         channel = Channel(self.folder, str(self.device), timeout=self.timeout)
         outputs = self._path("afresh")
         try:
-            channel.ask("import", file=self.path, function=self.function, guarded=True, reference="")
+            channel.ask("import", **self._imports(guarded=True))
             inputs = self._file("inputs", variant.inputs)
             channel.ask("call", inputs=inputs, outputs=outputs.name, **variant.surroundings)
             results = read_tensors(outputs, self.device)["results"]
@@ -733,24 +765,25 @@ class _Trial:
             for name, calls, seconds in rows
         )
 
-    def _sanitize(self, prefix: list[str], path: str, function: str, tool: str) -> None:
-        """One call of the given inputs under compute-sanitizer."""
+    def _sanitize(self, prefix: list[str], tool: str) -> None:
+        """Calls of small inputs, also of odd sizes, under compute-sanitizer."""
+        self.say(f"{self.candidate}: running it under compute-sanitizer")
         channel = Channel(self.folder, str(self.device), timeout=4 * self.timeout, prefix=prefix)
-        small = small_inputs(self.task, self.draws, self.sizes[0])
+        inputs = [small_inputs(self.task, self.draws, self.sizes[0])]
+        inputs += [each.inputs for each in itertools.islice(size_variants(self.task, self.draws, self.sizes[0]), 3)]
         try:
-            channel.ask("import", file=path, function=function, guarded=False, reference="")
-            channel.ask("once", inputs=self._file("inputs", small))
+            channel.ask("import", **self._imports(guarded=False))
+            channel.ask("once", inputs=[self._file(f"watched{i}", each) for i, each in enumerate(inputs)])
         except (CandidateError, ProcessEnded):
             pass  # what it wrote is read below
         finally:
-            channel.close()
-        summary = [
-            line for line in channel.last_words().splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line
-        ]
-        if not summary:
-            self.notes.append(f"compute-sanitizer {tool} did not finish.")
-        elif " 0 errors" not in summary[-1] and " 0 hazards" not in summary[-1]:
-            self._charge("MEMORY_ERROR", f"{tool}: {summary[-1].strip('= ')}")
+            channel.finish(self.timeout)
+        report = sanitizer_report(channel.words())
+        if report is None:
+            self.notes.append(f"compute-sanitizer {tool} did not finish. {channel.last_words()[-300:]}".strip())
+        elif report[0]:
+            self._charge("MEMORY_ERROR", f"{tool}: {report[0]} of {report[1] or 'them'}")
+            self.last_words = self.last_words or channel.last_words()
         else:
             self.notes.append(f"compute-sanitizer {tool} found nothing.")
 
@@ -771,7 +804,8 @@ class _Trial:
         """Imports the reference in the process of the rivals, where it is compiled while the candidate is checked."""
         assert self.rival_channel is not None
         channel = self.rival_channel
-        channel.ask("import", file=str(self.task.path), function=self.task.name, guarded=False, reference="")
+        path, name, model = str(self.task.path), self.task.name, self._model_file()
+        channel.ask("import", file=path, function=name, guarded=False, reference="", model=model)
         self.compiling = (
             channel.command("compile", inputs=self._file("compiled", self.given)) if compile_reference else ""
         )
@@ -1041,6 +1075,11 @@ def _split(reference: str) -> tuple[str, str]:
 
 def _sizes_text(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={value}" for name, value in sizes.items()) or "the given sizes"
+
+
+def _is_out_of_memory(error: CandidateError) -> bool:
+    words = str(error).lower()
+    return error.kind in ("MemoryError", "OutOfMemoryError") or "out of memory" in words or "allocate memory" in words
 
 
 def _is_faster(reply: dict[str, Any]) -> bool:

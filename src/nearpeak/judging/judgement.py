@@ -38,6 +38,7 @@ CHARGES: Mapping[str, tuple[Fault, str]] = {
     "RAISED": ("wrong", "The candidate raises an error on the given inputs."),
     "CRASHED": ("wrong", "The process of the candidate ended."),
     "HUNG": ("wrong", "The candidate did not return within the time limit."),
+    "OUT_OF_MEMORY": ("wrong", "A call of the candidate allocates more memory than the limit."),
     "MEMORY_ERROR": ("wrong", "compute-sanitizer reports an invalid access or a race."),
     "PRECISION_LOWERED": (
         "dishonest",

@@ -31,6 +31,7 @@ from nearpeak.devices.backends import gpu_backend
 from nearpeak.judging import channel, exchange
 from nearpeak.judging.channel import RUNS, write_message
 from nearpeak.judging.exchange import map_tensors, read_tensors, scaled, tensors_in, write_tensors
+from nearpeak.judging.models import is_model, make_module, model_like
 from nearpeak.measure import case as case_files
 from nearpeak.measure import gpu, instrument, kernel_times, samplers, statistics
 from nearpeak.measure.bench import quiet_collector
@@ -234,6 +235,8 @@ class Runner:
         self.libc = ctypes.CDLL(None)
         self._evict: HostEviction | None = None
         self._estimates: dict[str, tuple[float, float]] = {}
+        self.memory_bytes: int | None = None
+        """What a checked call of the candidate may allocate; None is no limit."""
 
     @property
     def instrument(self) -> GpuInstrument | None:
@@ -248,16 +251,23 @@ class Runner:
     # What the judge can ask for.
 
     def do_import(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Imports a file, and finds the function."""
+        """Imports a file, and finds the function, or makes a module of the class."""
+        self.memory_bytes = message.get("memory_bytes")
         if message["guarded"]:
             self._warm_up_torch()
             path = os.path.realpath(message["file"])
             self.guard = Guard(self.folder, message["reference"], path)
             self.settings = _settings()
         start = _clock()
-        builder = case_files.load(f"{message['file']}:{message['function']}")
-        self.functions["candidate" if message["guarded"] else "reference"] = builder.function
-        return {"seconds": _clock() - start}
+        function: Any = case_files.load(f"{message['file']}:{message['function']}").function
+        has_same_weights = True
+        if is_model(function) and message.get("model"):
+            content = read_own(self, message["model"])
+            function, has_same_weights = model_like(content, function, self.device)
+        elif is_model(function):
+            function = make_module(function, (), 0, self.device)
+        self.functions["candidate" if message["guarded"] else "reference"] = function
+        return {"seconds": _clock() - start, "same_weights": has_same_weights}
 
     def _warm_up_torch(self) -> None:
         """What torch sets up at the first use of a thing is not the candidate's doing."""
@@ -309,10 +319,11 @@ class Runner:
         return True
 
     def do_once(self, message: dict[str, Any]) -> dict[str, Any]:
-        """One call and nothing else, for a tool that watches it."""
-        args, kwargs = self._arguments(message["inputs"])
-        self.functions["reference"](*args, **kwargs)
-        self.synchronize()
+        """Calls and nothing else, for a tool that watches them."""
+        for file in message["inputs"]:
+            args, kwargs = self._arguments(file)
+            self.functions["reference"](*args, **kwargs)
+            self.synchronize()
         return {}
 
     def do_call(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -590,7 +601,34 @@ class Runner:
             write_tensors(self.folder / Path(file).name, tree)
 
     def _call(self, args: Any, kwargs: Any) -> Any:
-        return self.functions["candidate"](*args, **kwargs)
+        with self._limited_memory():
+            return self.functions["candidate"](*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _limited_memory(self) -> Iterator[None]:
+        """Inside, no more than the limit is allocated beyond what there is: by the process, or by torch on its GPU."""
+        if self.memory_bytes is None:
+            yield
+        elif self.device.type == "cpu":
+            import resource
+
+            with self.guard.own() if self.guard is not None else contextlib.nullcontext():
+                pages = int(Path("/proc/self/statm").read_text().split()[5])
+            limits = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (pages * resource.getpagesize() + self.memory_bytes, limits[1]))
+            try:
+                yield
+            finally:
+                resource.setrlimit(resource.RLIMIT_DATA, limits)
+        else:
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            share = (torch.cuda.memory_allocated(self.device) + self.memory_bytes) / total
+            torch.cuda.empty_cache()
+            torch.cuda.set_per_process_memory_fraction(min(1.0, share), self.device)
+            try:
+                yield
+            finally:
+                torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
     def _delayed_call(self, args: Any, kwargs: Any) -> Any:
         """A call whose inputs get their values late on the current stream: other streams read what was before."""

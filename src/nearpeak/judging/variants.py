@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import CaseError
 from nearpeak.judging.exchange import map_tensors, storage_span, tensors_in
+from nearpeak.judging.models import INIT_NAMES, Model, is_model, make_module
 from nearpeak.measure.case import case_errors, load
 
 INPUT_NAMES = ("inputs", "get_inputs", "make_inputs", "generate_input")
@@ -71,13 +73,15 @@ class Task:
 
     def __init__(self, reference: str, inputs: str | None, device: torch.device) -> None:
         builder = load(reference)
-        self.path, self.name, self.function = builder.path, builder.name, builder.function
+        self.path, self.name = builder.path, builder.name
+        self.function: Callable[..., Any] = builder.function
         self.device = device
+        self.model: torch.nn.Module | None = None
+        """Where the reference is a class of modules: the one that is judged."""
         if inputs is not None:
             self.draw_function: Callable[..., Any] | None = load(inputs).function
         else:
-            found = [getattr_of(builder.function, name) for name in INPUT_NAMES]
-            self.draw_function = next((function for function in found if callable(function)), None)
+            self.draw_function = neighbor_of(builder.function, INPUT_NAMES)
         if self.draw_function is None:
             raise CaseError(
                 f"{builder.path} has no function that draws inputs. Write `def inputs(rows=4096, columns=1024): return "
@@ -88,6 +92,17 @@ class Task:
             for name, parameter in inspect.signature(self.draw_function).parameters.items()
             if type(parameter.default) is int
         }
+        if is_model(builder.function):
+            self._make_model(builder.function)
+
+    def _make_model(self, kind: Any) -> None:
+        self.seed = random.getrandbits(31)
+        draw = neighbor_of(kind, INIT_NAMES)
+        with preserve_random_state(), case_errors(f"{self.path}", f"while {self.name} was made", "failed"):
+            torch.manual_seed(self.seed)
+            self.init = () if draw is None else draw()
+            self.model = make_module(kind, self.init, self.seed, self.device)
+        self.function = Model(self.model)
 
     def draw(self, seed: int, **sizes: int) -> Inputs:
         """New inputs: the user's function after seeding torch and Python."""
@@ -116,9 +131,11 @@ class Task:
             return False
 
 
-def getattr_of(function: Callable[..., Any], name: str) -> Any:
-    """A name of the module in which a function was defined."""
-    return getattr(inspect.unwrap(function), "__globals__", {}).get(name)
+def neighbor_of(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any] | None:
+    """The first function of these names in the module in which another one was defined."""
+    plain = inspect.unwrap(function)
+    module = getattr(plain, "__globals__", None) or vars(sys.modules[plain.__module__])
+    return next((module[name] for name in names if callable(module.get(name))), None)
 
 
 def size_variants(task: Task, draws: random.Random, sizes: Mapping[str, int]) -> Iterator[Variant]:

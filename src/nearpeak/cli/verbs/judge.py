@@ -1,9 +1,10 @@
 """Judge a kernel: is it right, is it honest, how fast is it, and how near the limit.
 
-CANDIDATE and the reference are FILE.py:FUNCTION. The file of the reference has a function `inputs` that draws the
-arguments; its integer parameters with defaults are the sizes, which are varied. The candidate runs in a process of its
-own. Its results are compared with the reference in float64, on other sizes, values and strides too; its times are
-taken in turns with those of the reference, torch.compile of it, and nearpeak's kernel where there is one.
+CANDIDATE and the reference are FILE.py:FUNCTION, or FILE.py:CLASS for modules. The file of the reference has a function
+`inputs` that draws the arguments; its integer parameters with defaults are the sizes, which are varied. The candidate
+runs in a process of its own. Its results are compared with the reference in float64, on other sizes, values and strides
+too; its times are taken in turns with those of the reference, torch.compile of it, and nearpeak's kernel where there is
+one.
 
 --suite DIR judges every folder of DIR that has a reference.py: each other .py in it is a candidate.
 
@@ -28,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from nearpeak.cli.argument_types import assignment
 from nearpeak.cli.output import narrate, print_result, terminal_style, write_file
 from nearpeak.errors import UsageError
-from nearpeak.judging.channel import start_server
 
 if TYPE_CHECKING:
     from nearpeak.judging.judgement import Judgement, SuiteJudgement
@@ -65,7 +65,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max-seconds", type=float, default=10.0, metavar="S", help="for checks and for times, each (10)"
     )
-    limits.add_argument("--memory", type=float, metavar="GIB", help="memory that its process may use, on a CPU")
+    limits.add_argument("--memory", type=float, metavar="GIB", help="memory that a call may allocate")
     limits.add_argument(
         "--sanitize", choices=("memcheck", "racecheck"), help="also run a call under compute-sanitizer, on a GPU"
     )
@@ -97,6 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     result: Judgement | SuiteJudgement
     # stdout is for the result: what the reference prints goes to stderr.
     with contextlib.redirect_stdout(sys.stderr):
+        from nearpeak.judging.channel import start_server
+
         if arguments.device == "cpu" or not any(map(os.path.exists, GPU_FILES)):
             start_server()  # it imports torch while this process does
         from nearpeak.judging.judge import judge, judge_suite

@@ -14,14 +14,18 @@ from nearpeak.render.document import (
     Items,
     Name,
     Paragraph,
+    Picture,
     Section,
     Table,
     Time,
 )
+from nearpeak.render.picture.bars import Bar, stacked_bars
+from nearpeak.render.picture.svg import svg
 from nearpeak.render.text import count
 from nearpeak.units import percent, quantity, seconds, seconds_between, significant
 
 LABEL = 14
+MOST_PIECES = 5
 KINDS = {
     "given": "given inputs",
     "gradients": "gradients",
@@ -68,6 +72,7 @@ def _parts(judgement: Judgement) -> Iterator[Block]:
         yield Section(id="speed", title="How fast", blocks=tuple(_speed_blocks(judgement)), is_titled=True)
     if judgement.kernels:
         yield _kernels(judgement)
+        yield Picture(title="The time of one call", svg=_kernel_picture(judgement))
     yield _checks(judgement.checks)
     if judgement.last_words.strip():
         yield Section(id="words", title="Last words", blocks=(CodeBlock(text=judgement.last_words),), is_titled=True)
@@ -177,6 +182,23 @@ def _kernels(judgement: Judgement) -> Table:
         bars=tuple(kernel.share for kernel in judgement.kernels),
         note="by torch's profiler, whose own time is in it",
     )
+
+
+def _kernel_picture(judgement: Judgement) -> str:
+    """One call as a bar of its kernels, beside the bound of the reference's work."""
+    largest = judgement.kernels[:MOST_PIECES]
+    rest = sum(kernel.seconds for kernel in judgement.kernels[MOST_PIECES:])
+    pieces = [(kernel.name, kernel.seconds) for kernel in largest] + ([("others", rest)] if rest else [])
+    bound = judgement.speeds[0].bound_seconds if judgement.speeds else None
+    scene = stacked_bars(
+        [Bar(name="one call", pieces=tuple(pieces))],
+        title="Where one call of the candidate goes",
+        subtitle=f"{judgement.candidate}, by torch's profiler",
+        shown=seconds,
+        limit=bound,
+        limit_name="" if bound is None else f"bound {seconds(bound)}",
+    )
+    return svg(scene)
 
 
 def _checks(checks: tuple[Check, ...]) -> Block:
