@@ -198,3 +198,17 @@ def test_states_of_other_optimizers_and_frozen_weights() -> None:
     assert adapters.gradients + adapters.optimizer < 0.02 * (adam.gradients + adam.optimizer)
     with pytest.raises(UsageError, match="adapters"):
         fullest("qlora")
+
+
+def test_dualpipe_has_the_states_and_activations_of_both_directions() -> None:
+    fields = {"gpus": 16, "pp": 4, "ep": 4}
+    plain = memory_by_stage(job("deepseek-v3", **fields))
+    both = memory_by_stage(job("deepseek-v3", schedule="dualpipe", **fields))
+    for index, stage in enumerate(both):
+        other = plain[-1 - index]
+        assert stage.parameters == plain[index].parameters + other.parameters
+        assert stage.gradients == plain[index].gradients + other.gradients
+        assert stage.activation == pytest.approx(plain[index].activation + other.activation)
+    # a rank and its counterpart have the same two stages, and share their optimizer states
+    assert both[0].optimizer == both[-1].optimizer
+    assert sum(stage.optimizer for stage in both) == pytest.approx(sum(stage.optimizer for stage in plain))

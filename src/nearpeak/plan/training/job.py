@@ -27,6 +27,8 @@ class Precision:
     """Both moments of AdamW."""
     saved: float = 2
     """Bytes of an activation that is saved for the backward pass of a GEMM."""
+    activation: float = 2
+    """Bytes of an input of a feed's activation that is saved for its backward pass."""
     scaling: Literal["none", "tensor", "block", "fine"] = "none"
     """How numbers of 8 and 4 bits are scaled: per tensor, in blocks (MXFP8), or in fine blocks (NVFP4)."""
 
@@ -60,6 +62,17 @@ PRECISIONS: dict[str, Precision] = {
         Precision(name="fp8-fp32-grads", gemm_dtype="float8", gradients=4, master=4, saved=1, scaling="tensor"),
         Precision(name="fp8-low-moments", gemm_dtype="float8", master=4, moments=4, saved=1, scaling="tensor"),
         Precision(name="fp8-row", gemm_dtype="float8", master=4, saved=1, scaling="block"),
+        # inputs of GEMMs and of activations saved in 8 bits, moments in 16 (arXiv:2412.19437, section 3.3)
+        Precision(
+            name="fp8-compact",
+            gemm_dtype="float8",
+            gradients=4,
+            master=4,
+            moments=4,
+            saved=1,
+            activation=1,
+            scaling="block",
+        ),
         Precision(name="mxfp8", gemm_dtype="float8", master=4, saved=1.03125, scaling="block"),
         Precision(name="fp4", gemm_dtype="float4", master=4, saved=0.5625, scaling="fine"),
     )
