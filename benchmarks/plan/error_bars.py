@@ -3,8 +3,8 @@
     python -m benchmarks.plan.error_bars
 
 To be run after `benchmarks.plan.fit_training`. The runs of a source resemble each other, so every source counts with
-the root of its runs. A range from the other sources is then tried on each source in turn, and widened about its middle
-until it holds `NOMINAL` of the runs of sources that had no part in it.
+the root of its runs. Nothing is tuned: the range has the quantiles between which `NOMINAL` of the runs lie, and
+`coverage` says what share of a source's runs the range of the other sources holds.
 """
 
 from __future__ import annotations
@@ -46,22 +46,17 @@ def quantiles(ratios: Sequence[Ratio]) -> tuple[float, float]:
     return ends[0], ends[1]
 
 
-def coverage(ratios: Sequence[Ratio], widening: float) -> float:
-    """Share of runs in the range of the other sources, widened; every source counts with the root of its runs."""
+def coverage(ratios: Sequence[Ratio]) -> float:
+    """Share of runs in the range of the other sources; every source counts with the root of its runs."""
     inside = weights = 0.0
     for source in sorted({name for name, _ in ratios}):
         others = [item for item in ratios if item[0] != source]
         own = [value for name, value in ratios if name == source]
-        low, high = _widened(*quantiles(others), widening) if others else (-math.inf, math.inf)
+        low, high = quantiles(others) if others else (-math.inf, math.inf)
         weight = len(own) ** 0.5
         inside += weight * fmean(low <= value <= high for value in own)
         weights += weight
     return inside / weights
-
-
-def _widened(low: float, high: float, widening: float) -> tuple[float, float]:
-    middle, half = (low + high) / 2, widening * (high - low) / 2
-    return middle - half, middle + half
 
 
 def groups() -> dict[str, dict[str, float]]:
@@ -71,13 +66,12 @@ def groups() -> dict[str, dict[str, float]]:
         ratios.setdefault(error_group(row.run.job.model), []).append((row.run.group, -math.log1p(row.error)))
     result = {}
     for name, values in sorted(ratios.items()):
-        widening = next(step / 20 for step in range(20, 100) if coverage(values, step / 20) >= NOMINAL)
-        low, high = _widened(*quantiles(values), widening)
+        low, high = quantiles(values)
         result[name] = {
             "error": round(fmean(abs(math.expm1(-value)) for _, value in values), 4),
             "low": round(math.exp(low), 4),
             "high": round(math.exp(high), 4),
-            "coverage": round(coverage(values, widening), 4),
+            "coverage": round(coverage(values), 4),
             "rows": len(values),
         }
     return result

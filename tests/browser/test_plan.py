@@ -13,7 +13,7 @@ from nearpeak.render.html.document import document_page
 from nearpeak.render.views.plan import serving as plan_serving
 from nearpeak.render.views.plan import training as plan_memory
 from nearpeak.render.views.plan import training as plan_search
-from nearpeak.render.views.plan.sliders import decode_sliders, memory_sliders
+from nearpeak.render.views.plan.sliders import decode_sliders, training_sliders
 
 pytestmark = pytest.mark.slow  # a browser
 
@@ -40,8 +40,8 @@ def served():
 def pages(seven, served):
     found = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 8"), sequence=8192)
     return {
-        "memory": document_page(plan_memory.memory_document(seven), memory_sliders(seven)),
-        "search": document_page(plan_search.search_document(found, 5), memory_sliders(found.plan.memory)),
+        "memory": document_page(plan_memory.memory_document(seven), training_sliders(seven)),
+        "search": document_page(plan_search.search_document(found, 5), training_sliders(found.plan)),
         "serve": document_page(plan_serving.document(served), decode_sliders(served)),
     }
 
@@ -68,9 +68,9 @@ def test_sliders_start_at_the_plan_and_compute_again(opened, pages, seven):
     slide(tab, "gpus", 3)
     tab.locator("#slider-sharding").select_option("zero3")
     assert "fits 85.5 GB" in tab.locator("#verdict").inner_text()
-    slide(tab, "tp", 4)
-    slide(tab, "pp", 1)
-    assert tab.locator("#answer").inner_text().startswith("Not legal: tp x cp x pp = 32 does not divide 8 GPUs")
+    slide(tab, "tp", 2)
+    slide(tab, "pp", 2)
+    assert tab.locator("#answer").inner_text().startswith("Not legal: tp x cp x pp = 16 is larger than gpus=8.")
 
 
 def test_decoding_goes_over_to_compute_as_the_batch_grows(opened, pages):

@@ -15,11 +15,10 @@ from nearpeak.plan.serving.plan import Load, serving_plan
 from nearpeak.plan.serving.step import step_time
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
-from nearpeak.plan.training.memory import memory_by_stage
-from nearpeak.plan.training.plan import memory_plan
+from nearpeak.plan.training.plan import memory_plan, training_plan
 from nearpeak.render.document import Document, Paragraph, Table
 from nearpeak.render.html.document import document_page
-from nearpeak.render.views.plan.sliders import decode_sliders, memory_sliders
+from nearpeak.render.views.plan.sliders import decode_sliders, training_sliders
 from nearpeak.render.views.plan.training import memory_document
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>"
@@ -51,12 +50,12 @@ def test_a_hostile_name_of_a_model_reaches_no_picture():
     plan = memory_plan(job())
     named = dataclasses.replace(plan.job.model, name=HOSTILE)
     plan = dataclasses.replace(plan, job=dataclasses.replace(plan.job, model=named))
-    made = document_page(memory_document(plan), memory_sliders(plan))
+    made = document_page(memory_document(plan), training_sliders(plan))
     assert "<img" not in made and made.count("<script") == 2
 
 
 def test_a_page_needs_nothing_from_elsewhere():
-    made = document_page(memory_document(memory_plan(job())), memory_sliders(memory_plan(job())))
+    made = document_page(memory_document(memory_plan(job())), training_sliders(memory_plan(job())))
     assert "default-src 'none'" in html.unescape(made)
     links = re.findall(r"(?:src|href)=\"([^\"]+)\"", made)
     assert links == []
@@ -64,69 +63,49 @@ def test_a_page_needs_nothing_from_elsewhere():
     assert len(made) < 150_000
 
 
-@pytest.mark.parametrize(
-    ("planned", "choice"),
-    [
-        (job(), {}),
-        (job(tp=4, pp=4), {}),
-        (job(), {"tp": 8, "pp": 2, "sharding": "zero3", "recompute": "full", "sequence": 4096, "microbatch": 2}),
-        (job("llama-3-8b"), {"pp": 3, "gpus": 48, "sharding": "zero2", "recompute": "parts"}),
-        (job("gemma-2-9b", sharding="none", gpus=1, global_batch=1), {"microbatch": 4}),
-        (job("mixtral-8x7b", ep=8), {"ep": 4, "tp": 2, "sharding": "zero3"}),
-        (job("deepseek-v3", ep=32, pp=2, precision="mxfp8"), {"pp": 4, "tp": 2, "ep": 16}),
-        (job("deepseek-v3", ep=4, pp=16, recompute=("layer",)), {}),
-        (job("nemotron-3-nano", ep=8), {"pp": 2, "sharding": "zero3"}),
-        (job("llama-3-8b", software="eager", sharding="none"), {"pp": 2}),
-        (job("llama-3-8b", tp=2, cp=2, software="eager", precision="bf16-fp32-grads"), {"tp": 1}),
-    ],
-)
-def test_the_sliders_give_what_python_gives(planned, choice):
-    plan = memory_plan(planned, Cluster.of("h100-sxm x 64"))
-    sliders = memory_sliders(plan)
-    assert sliders is not None
+def shown(sliders, **choice):
     picked = {**sliders.data["start"], **choice}
-    found = run(
-        ["units.js", "dom.js", "plan_memory.js"],
-        "[memoryProblem(data.model, data.choice), memoryPeak(data.model, data.choice)]",
-        {"model": to_json(sliders.data), "choice": picked},
-    )
-    layout = planned.layout
-    recompute = {"none": (), "parts": ("norm", "feed_activation"), "full": ("layer",)}[picked["recompute"]]
-    ranks = picked["gpus"] // (picked["tp"] * picked["pp"] * layout.cp)
-    other = dataclasses.replace(
-        planned,
-        sequence=picked["sequence"],
-        layout=dataclasses.replace(
-            layout,
-            gpus=picked["gpus"],
-            tp=picked["tp"],
-            pp=picked["pp"],
-            ep=picked["ep"],
-            microbatch=picked["microbatch"],
-            global_batch=ranks * picked["microbatch"] * picked["microbatches"],
-            sharding=picked["sharding"],
-            recompute=recompute,
-        ),
-    )
-    fullest = max(memory_by_stage(other), key=lambda stage: stage.total)
-    assert found[0] is None
-    parts = found[1]
-    assert parts["parameters"] == pytest.approx(fullest.parameters)
-    assert parts["gradients"] == pytest.approx(fullest.gradients)
-    assert parts["optimizer"] == pytest.approx(fullest.optimizer)
-    assert parts["activations"] == pytest.approx(fullest.activation + fullest.recomputed)
-    assert parts["logits"] == pytest.approx(fullest.logits)
-    assert sum(parts.values()) == pytest.approx(fullest.total)
+    scripts = ["units.js", "dom.js", "plan_training.js"]
+    return run(scripts, "trainingCell(data.model, data.choice)", {"model": to_json(sliders.data), "choice": picked})
+
+
+PLANNED = {
+    "interleaved": job(tp=4, pp=4, virtual=5),
+    "groups": job("llama-3-8b", sharding="hsdp", shard_group=8, recompute=("attention",)),
+    "both directions": job("llama-3-8b", pp=4, schedule="dualpipe"),
+}
+
+
+@pytest.mark.parametrize("planned", PLANNED.values(), ids=PLANNED)
+def test_the_sliders_start_at_the_plan(planned):
+    plan = training_plan(planned, Cluster.of("h100-sxm x 64"))
+    cell = shown(training_sliders(plan))
+    assert cell["needed"] == pytest.approx(plan.memory.fullest.total, rel=1e-4)
+    assert cell["seconds"] == pytest.approx(plan.time.seconds, rel=1e-4)
+    assert cell["tokens"] == plan.time.tokens
+
+
+def test_a_slider_shows_what_the_planner_computes_for_it():
+    cluster = Cluster.of("h100-sxm x 64")
+    sliders = training_sliders(training_plan(job("llama-3-8b", tp=2), cluster))
+    cell = shown(sliders, tp=4, microbatch=2, sharding="zero3", recompute="full")
+    moved = training_plan(job("llama-3-8b", tp=4, microbatch=2, sharding="zero3", recompute=("layer",)), cluster)
+    assert cell["seconds"] == pytest.approx(moved.time.seconds, rel=1e-4)
+    assert cell["needed"] == pytest.approx(moved.memory.fullest.total, rel=1e-4)
+    assert dict(map(tuple, cell["parts"]))["parameters"] == pytest.approx(moved.memory.fullest.parameters, rel=1e-4)
+
+
+def test_a_plan_of_memory_has_sliders_of_memory():
+    plan = memory_plan(job("gemma-2-9b", sharding="none", gpus=1, global_batch=1))
+    sliders = training_sliders(plan)
+    assert shown(sliders)["seconds"] is None
+    assert shown(sliders)["needed"] == pytest.approx(plan.fullest.total, rel=1e-4)
+    assert shown(sliders, gpus=8, sharding="zero3")["needed"] < 0.6 * plan.fullest.total
 
 
 def test_a_choice_that_cannot_be_says_why():
-    sliders = memory_sliders(memory_plan(job()))
-    found = run(
-        ["units.js", "dom.js", "plan_memory.js"],
-        "memoryProblem(data.model, data.choice)",
-        {"model": to_json(sliders.data), "choice": {**sliders.data["start"], "tp": 8, "pp": 16}},
-    )
-    assert found == "tp x cp x pp = 128 does not divide 64 GPUs"
+    sliders = training_sliders(memory_plan(job(tp=8, pp=8)))
+    assert shown(sliders, pp=16)["problem"].startswith("tp x cp x pp = 128 is larger than gpus=64.")
 
 
 def test_the_sliders_of_decoding_show_the_planners_own_steps():
@@ -136,15 +115,15 @@ def test_the_sliders_of_decoding_show_the_planners_own_steps():
     )  # fmt: skip
     sliders = decode_sliders(plan)
 
-    def shown(**choice):
+    def step(**choice):
         picked = {**sliders.data["start"], **choice}
         found = {"model": to_json(sliders.data), "choice": picked}
         return run(["units.js", "dom.js", "plan_decode.js"], "decodeStep(data.model, data.choice)", found)
 
-    planned = shown()
+    planned = step()
     assert planned["seconds"] == pytest.approx(plan.replica.decode.seconds)
     assert planned["limit"] == plan.replica.decode.limiter
-    moved = shown(batch=64, context=256)
+    moved = step(batch=64, context=256)
     deployment = Deployment.of(plan.model, plan.cluster, plan.layout, "fp8")
     assert moved["seconds"] == pytest.approx(step_time(deployment, sequences=64, context=256).seconds)
     assert moved["cache"] == pytest.approx(64 * 256 * plan.memory.bytes_per_token)

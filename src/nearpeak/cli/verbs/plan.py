@@ -320,13 +320,13 @@ def configure_memory(parser: argparse.ArgumentParser) -> None:
 def run_memory(arguments: argparse.Namespace) -> int:
     """Print the memory; exit code 0 also where it does not fit, which is an answer."""
     from nearpeak.plan.training.plan import memory_plan
-    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.sliders import training_sliders
     from nearpeak.render.views.plan.training import memory_document
 
     model = model_of(arguments)
     cluster = None if arguments.on is None else cluster_of(arguments)
     plan = memory_plan(job_of(arguments, model, cluster), cluster)
-    write_plan(memory_document(plan), plan, arguments, lambda: memory_sliders(plan))
+    write_plan(memory_document(plan), plan, arguments, lambda: training_sliders(plan))
     return 0
 
 
@@ -420,7 +420,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Print the step, or the best layouts."""
     from nearpeak.plan.training.plan import training_plan
     from nearpeak.plan.training.search import STEP_TOKENS
-    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.sliders import training_sliders
     from nearpeak.render.views.plan.training import training_document
 
     if arguments.top < 1:
@@ -435,7 +435,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
             calibration = calibrate_plan(read(arguments.profile), job, cluster)
         plan = training_plan(job, cluster, price=arguments.price, calibration=calibration)
-        write_plan(training_document(plan), plan, arguments, lambda: memory_sliders(plan.memory))
+        write_plan(training_document(plan), plan, arguments, lambda: training_sliders(plan))
         return 0
 
     return run_search(arguments, model, cluster)
@@ -445,7 +445,7 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
     """Tries all legal layouts, and shows the best."""
     from nearpeak.plan.training.job import precision_named
     from nearpeak.plan.training.search import search_plan
-    from nearpeak.render.views.plan.sliders import memory_sliders
+    from nearpeak.render.views.plan.sliders import training_sliders
     from nearpeak.render.views.plan.training import search_document
 
     for name in ("microbatch", "overlap", "trainable", "year", "profile"):
@@ -466,7 +466,7 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
         f"{search.legal} legal layouts, {search.computed} computed, {search.fitting} fit; {search.search_seconds:.1f} s"
     )
     write_plan(
-        search_document(answer, arguments.top), answer, arguments, lambda: memory_sliders(plan.memory) if plan else None
+        search_document(answer, arguments.top), answer, arguments, lambda: training_sliders(plan) if plan else None
     )
     return 0
 

@@ -82,7 +82,7 @@ BUCKET, BUCKET_PER_RANK = 40e6, 1e6
 """Weights whose gradients are reduced at once: Megatron's smallest bucket, and its share of each data-parallel rank
 (NVIDIA/Megatron-LM, distributed_data_parallel.py)."""
 DEDUPLICATED_YEAR = 2025.6
-"""Since when a token crosses the network once per node (DeepEP, HybridEP in Megatron)."""
+"""Since when a token is sent once to a node, and once to a rank (DeepEP, HybridEP in Megatron)."""
 FETCH_SECONDS, FETCH_SECONDS_PER_RANK = 3e-3, 5e-6
 """Seconds beyond the collective, and for each rank, that ZeRO-3 of 2021 took to fetch or reduce one matrix: hooks in
 Python, no prefetching, and a separate tensor for the piece of every rank. Assumed; later software gathers a layer at
@@ -818,20 +818,27 @@ def expert_seconds(job: Job, collectives: TrainingCollectives) -> float:
 
 
 def _deduplicated_share(job: Job, domain: int) -> float:
-    """Share of the routed tokens that crosses the network where a token goes to each domain only once.
+    """Share of the routed tokens that is sent where a token goes once to each place that has experts for it.
 
-    Dispatchers since 2025 send a token once to every node that has experts for it, and copy it there. Older ones, and
-    those inside one domain, send it to every expert.
+    Dispatchers since 2025 (DeepEP, HybridEP) send a token once to every node, and inside a node once to every rank.
+    Older ones send it to every expert.
     """
     layout, model = job.layout, job.model
-    domains = max(1, -(-layout.ep * layout.etp // domain))
-    if domains == 1 or (job.year < DEDUPLICATED_YEAR and not layout.routed_nodes):
+    if job.year < DEDUPLICATED_YEAR and not layout.routed_nodes:
         return 1.0
+    domains = max(1, -(-layout.ep * layout.etp // domain))
+    if domains == 1:
+        return _places_reached(layout.ep, model.active_experts) / model.active_experts
     plain = model.active_experts * (domains - 1) / domains
-    reached = domains * (1 - (1 - 1 / domains) ** model.active_experts)
+    reached = _places_reached(domains, model.active_experts)
     if layout.routed_nodes:
         reached = min(reached, float(layout.routed_nodes))
     return reached * (domains - 1) / domains / plain
+
+
+def _places_reached(places: int, experts: int) -> float:
+    """Expected number of places that have one of `experts` experts, which are chosen at random."""
+    return float(places * (1 - (1 - 1 / places) ** experts))
 
 
 def pipeline_seconds(job: Job, collectives: TrainingCollectives) -> float:

@@ -39,7 +39,7 @@ from nearpeak.render.picture.scene import COLORS, FAINT, INK, PAGE, PALETTE
 from nearpeak.render.text import cell_text
 from nearpeak.render.views.plan.sliders import Sliders
 
-SCRIPTS = ("units.js", "dom.js", "theme.js", "plan_memory.js", "plan_decode.js", "plan.js")
+SCRIPTS = ("units.js", "dom.js", "theme.js", "plan_training.js", "plan_decode.js", "plan.js")
 """In the order in which they are joined."""
 LONGEST_TEXT = 4000
 LONG = 30

@@ -1,7 +1,7 @@
-// Starts a page of the planner: builds its sliders, and computes again when they move.
+// Starts a page of the planner: builds its sliders, and looks up what the planner computed when they move.
 
 const KINDS = {
-  memory: [memoryControls, memoryAnswer],
+  training: [trainingControls, trainingAnswer],
   decode: [decodeControls, decodeAnswer],
 };
 

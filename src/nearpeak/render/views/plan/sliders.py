@@ -1,140 +1,124 @@
-"""`Sliders`: the data that `assets/plan*.js` needs to recompute a plan when a slider moves.
+"""`Sliders`: what the planner computed for all choices of a page, so that a slider looks up and computes nothing.
 
-The page repeats the planner's arithmetic for a few choices. What depends on more than those is sent as numbers:
-activation bytes per token, for each degree and kind of recomputation. Of serving, the page has the planner's own step
-times for all batches and contexts that can be chosen.
+Of training: memory and the time of a step for each layout near the planned one. Of serving: a decode step for each
+batch and context. Where a slider starts, it therefore shows the plan.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nearpeak.errors import UsageError
-from nearpeak.plan.models.model import count_parameters
 from nearpeak.plan.serving.deployment import Deployment
 from nearpeak.plan.serving.plan import ServingPlan
 from nearpeak.plan.serving.step import step_time
-from nearpeak.plan.training import memory as arithmetic
 from nearpeak.plan.training.job import Job
-from nearpeak.plan.training.layout import output_layers
-from nearpeak.plan.training.memory import EAGER_LOGITS, EAGER_RUNNING, LOGITS, UNFUSED_LOGITS, layer_bytes
-from nearpeak.plan.training.plan import MemoryPlan
+from nearpeak.plan.training.memory import StageMemory, memory
+from nearpeak.plan.training.plan import MemoryPlan, TrainingPlan
+from nearpeak.plan.training.time import Planner
 
 STEP_PARTS = ("gemm", "experts", "attention", "elementwise", "communication", "layers", "host")
+MEMORY_PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers, context, slack")
 RECOMPUTES = {"none": (), "parts": ("norm", "feed_activation"), "full": ("layer",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sliders:
-    """The arithmetic that the page knows, and the numbers that it needs."""
+    """The choices of a page, and the planner's answer to each."""
 
-    kind: Literal["memory", "decode"]
+    kind: Literal["training", "decode"]
     title: str
     note: str
     data: Mapping[str, Any]
 
 
-def memory_sliders(plan: MemoryPlan) -> Sliders | None:
-    """Memory against degrees, microbatch, sequence, sharding and recomputation; None where something is offloaded."""
-    job, layout, model = plan.job, plan.job.layout, plan.job.model
-    if layout.offload != "none" or layout.sharding in ("hsdp", "shard_grad_op") or layout.virtual > 1 or layout.split:
-        plain = replace(
-            layout, offload="none", sharding=_plain_sharding(layout.sharding), shard_group=0, virtual=1, split=()
-        )
-        job = replace(job, layout=plain)
-        layout = job.layout
-    numbers = count_parameters(model)
-    degrees = [tp for tp in _powers(64) if _legal_tp(job, tp)]
-    activations = {
-        name: {str(tp): values for tp in degrees if (values := _activation_bytes(job, tp, modules)) is not None}
-        for name, modules in RECOMPUTES.items()
+def training_sliders(plan: MemoryPlan | TrainingPlan) -> Sliders:
+    """Memory, and of a `TrainingPlan` the time of a step, for layouts near the planned one."""
+    job = plan.job
+    layout, model = job.layout, job.model
+    planner = most = None
+    if isinstance(plan, TrainingPlan):
+        planner = Planner(plan.cluster, None if plan.calibration is None else plan.calibration.efficiency)
+        most = plan.cluster.gpus
+    recomputes = dict(RECOMPUTES)
+    recompute = next((name for name, modules in RECOMPUTES.items() if set(modules) == set(layout.recompute)), None)
+    if recompute is None or layout.recompute_share < 1:
+        recompute = "as planned"
+        recomputes[recompute] = layout.recompute
+    choices: dict[str, Sequence[Any]] = {
+        "gpus": [gpus for gpus in _near(layout.gpus, 1, 3) if most is None or gpus <= most],
+        "tp": _near(layout.tp, 2, 2),
+        "pp": [pp for pp in _near(layout.pp, 2, 2) if pp <= model.layers],
+        "ep": [ep for ep in _near(layout.ep, 1, 1) if model.experts % ep == 0] if model.is_moe else [1],
+        "microbatch": _near(layout.microbatch, 1, 1),
+        "sharding": list(dict.fromkeys(("none", "zero1", "zero2", "zero3", layout.sharding))),
+        "recompute": list(recomputes),
     }
-    started = next((name for name, modules in RECOMPUTES.items() if set(modules) == set(layout.recompute)), None)
-    if started is None:
-        started = "as planned"
-        activations[started] = {
-            str(tp): values for tp in degrees if (values := _activation_bytes(job, tp, layout.recompute)) is not None
-        }
-    precision, eager = job.precision, job.software == "eager"
-    trained = job.trainable >= 0.5
+    problems: dict[str, int] = {}
+    cells: list[int | list[float]] = []
+    for values in itertools.product(*choices.values()):
+        choice = dict(zip(choices, values, strict=True))
+        modules = recomputes[choice["recompute"]]
+        share = layout.recompute_share if choice["recompute"] == "as planned" else 1.0
+        try:
+            near = _near_job(job, choice | {"recompute": modules, "recompute_share": share})
+        except UsageError as problem:
+            cells.append(problems.setdefault(str(problem), len(problems)))
+            continue
+        times = [] if planner is None else [_short(planner.seconds(near)), near.tokens]
+        cells.append([_short(value / 1e9) for value in _memory_parts(memory(near))] + times)
+    capacity = plan.memory.capacity if isinstance(plan, TrainingPlan) else plan.capacity
+    note = "Each choice shows what the planner computed for it: memory of the fullest pipeline stage"
+    note += ", and the time of a step. " if planner else ". "
+    note += "A step has as many sequences as planned, or the nearest number that the layout can spread. "
+    note += "The tables below stay as planned."
     data = {
-        "mixers": model.mixers,
-        "feeds": model.feeds,
-        "output_layers": output_layers(model),
-        "weights": {
-            **dict.fromkeys("AWC", numbers.attention),
-            "M": numbers.state_space,
-            "D": numbers.dense,
-            "E": numbers.expert_shared,
-        },
-        "norm": numbers.norm,
-        "embedding": numbers.embedding,
-        "output": numbers.output,
-        "tied_copy": numbers.embedding if model.tied else 0,
-        "final_norm": numbers.final_norm,
-        "expert": numbers.expert,
-        "experts": model.experts,
-        "bytes": {
-            "parameters": precision.parameters,
-            "gradients": precision.gradients,
-            "optimizer": precision.optimizer,
-        },
-        "trainable": job.trainable,
-        "cp": layout.cp,
-        "etp": layout.etp,
-        "sequence_parallel": layout.sequence_parallel,
-        "logits": 0.0
-        if model.image_tokens
-        else {"eager": EAGER_LOGITS, "unfused": UNFUSED_LOGITS}.get(job.software, LOGITS) * model.vocabulary,
-        "gathered": 2.0 * model.hidden,
-        "dispatched": 2.0 * model.active_experts * (model.latent or model.hidden),
-        "buckets": 0.2e9,
-        "copied_buckets": eager,
-        "workspace": arithmetic.WORKSPACE,
-        "placeholders": trained and job.software == "fused",
-        "output_placeholder": model.vocabulary * model.hidden
-        if trained and (precision.gradients > 2 or job.software == "fused")
-        else 0,
-        "running": EAGER_RUNNING * model.hidden if trained and eager else 0.0,
-        "slack": arithmetic.SLACK,
-        "context": [arithmetic.CONTEXT, arithmetic.CONTEXT + arithmetic.COMMUNICATORS],
-        "kept": activations,
-        "capacity": plan.capacity,
-        "choices": {
-            "gpus": _including([1 << n for n in range(15)], layout.gpus),
-            "tp": degrees,
-            "pp": _including([pp for pp in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32) if pp <= model.layers], layout.pp),
-            "ep": _including([ep for ep in _powers(256) if model.experts % ep == 0], layout.ep)
-            if model.is_moe
-            else [1],
-            "microbatch": _including([1, 2, 4, 8, 16], layout.microbatch),
-            "microbatches": _including([1, 2, 4, 8, 16, 32, 64, 128], layout.microbatches),
-            "sequence": _including([1 << n for n in range(9, 18)], job.sequence),
-        },
-        "start": {
-            "gpus": layout.gpus,
-            "tp": layout.tp,
-            "pp": layout.pp,
-            "ep": layout.ep,
-            "microbatch": layout.microbatch,
-            "microbatches": layout.microbatches,
-            "sequence": job.sequence,
-            "sharding": layout.sharding,
-            "recompute": started,
-        },
+        "parts": list(MEMORY_PARTS),
+        "cells": cells,
+        "problems": list(problems),
+        "capacity": capacity,
+        "choices": choices,
+        "start": {name: getattr(layout, name) for name in choices} | {"recompute": recompute},
     }
-    if layout.tp not in degrees:
-        return None
-    return Sliders(
-        kind="memory",
-        title="What if",
-        note="The sliders compute memory again, in this page: states, activations, logits and buffers of the "
-        "fullest pipeline stage, for a plain 1F1B schedule without offload. The tables below, and "
-        "times, stay as planned.",
-        data=data,
-    )
+    return Sliders(kind="training", title="What if", note=note, data=data)
+
+
+def _near_job(job: Job, choice: Mapping[str, Any]) -> Job:
+    """The planned job with a choice; what it leaves open stays as planned where that is legal."""
+    planned = job.layout
+    fixed = dict(choice)
+    if fixed["sharding"] != planned.sharding:
+        fixed["shard_group"] = 0
+    if fixed["pp"] != planned.pp:
+        fixed |= {"split": (), "virtual": 1, "schedule": "1f1b"}
+    degrees = fixed["tp"] * planned.cp * fixed["pp"]
+    ranks = max(1, fixed["gpus"] // degrees) * fixed["microbatch"]
+    fixed["global_batch"] = max(1, round(planned.global_batch / ranks)) * ranks
+    microbatches = fixed["global_batch"] // ranks
+    if planned.virtual > 1 and fixed["pp"] == planned.pp and microbatches % planned.pp:
+        fixed |= {"virtual": 1, "schedule": "1f1b"}
+    return job.with_layout(replace(planned, **fixed))
+
+
+def _short(value: float) -> float:
+    """Five digits of a number, whole where it is."""
+    rounded = float(f"{value:.5g}")
+    return int(rounded) if rounded.is_integer() else rounded
+
+
+def _memory_parts(stage: StageMemory) -> tuple[float, ...]:
+    """Bytes by the names of `MEMORY_PARTS`; their sum is the total of the stage."""
+    parts = (stage.parameters, stage.gradients, stage.optimizer, stage.activation + stage.recomputed, stage.logits)
+    return (*parts, stage.total - sum(parts))
+
+
+def _near(value: int, halvings: int, doublings: int) -> list[int]:
+    """`value`, and its halves and doubles."""
+    halves = [value >> n for n in range(1, halvings + 1) if value % (1 << n) == 0]
+    return sorted({*halves, value, *(value << n for n in range(1, doublings + 1))})
 
 
 def decode_sliders(plan: ServingPlan) -> Sliders:
@@ -175,54 +159,5 @@ def decode_sliders(plan: ServingPlan) -> Sliders:
     )
 
 
-def _plain_sharding(sharding: str) -> Any:
-    return {"hsdp": "zero3", "shard_grad_op": "zero2"}.get(sharding, sharding)
-
-
-def _powers(limit: int) -> list[int]:
-    return [1 << n for n in range(limit.bit_length()) if 1 << n <= limit]
-
-
 def _including(values: Sequence[int], value: int) -> list[int]:
     return sorted({*values, value})
-
-
-def _legal_tp(job: Job, tp: int) -> bool:
-    return _job(job, tp, ()) is not None
-
-
-def _job(job: Job, tp: int, recompute: tuple[str, ...]) -> Job | None:
-    """One GPU of each kind and one sequence: what a token leaves behind at this degree."""
-    layout = job.layout
-    try:
-        tried = replace(
-            layout,
-            gpus=tp * layout.cp * max(1, layout.ep * layout.etp),
-            global_batch=max(1, layout.ep * layout.etp),
-            microbatch=1,
-            tp=tp,
-            pp=1,
-            virtual=1,
-            split=(),
-            sharding="none",
-            shard_group=0,
-            recompute=recompute,
-            offload="none",
-        )
-        return replace(job, layout=tried)
-    except UsageError:
-        return None
-
-
-def _activation_bytes(job: Job, tp: int, recompute: tuple[str, ...]) -> dict[str, Any] | None:
-    """Activation bytes of a token, in one mixer and one feed of each kind: those kept, and those recomputed at once."""
-    alone = _job(job, tp, recompute)
-    if alone is None:
-        return None
-    mixers, feeds = ("".join(sorted(set(letters) - {"-"})) for letters in (job.model.mixers, job.model.feeds))
-
-    def bytes_by_kind(whole: bool) -> dict[str, float]:
-        sizes = {letter: layer_bytes(alone, letter, "-", whole=whole)[1] for letter in mixers}
-        return sizes | {letter: layer_bytes(alone, "", letter, whole=whole)[1] for letter in feeds}
-
-    return {"held": bytes_by_kind(False), "again": bytes_by_kind(True) if "layer" in recompute else None}
