@@ -26,6 +26,7 @@ PUBLIC = {
     "Timing",
     "Waste",
     "Work",
+    "apply_fixes",
     "bench",
     "compare",
     "declare_cost",

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nearpeak.findings.engine import Waste, rule
     from nearpeak.fixes.engine import fix, fix_from, fixed
     from nearpeak.fixes.record import FixReport
+    from nearpeak.fixes.script import apply_fixes
     from nearpeak.judging.judge import judge
     from nearpeak.judging.judgement import Judgement
     from nearpeak.machines.machine import Machine
@@ -55,6 +56,7 @@ __all__ = [
     "Timing",
     "Waste",
     "Work",
+    "apply_fixes",
     "bench",
     "compare",
     "declare_cost",
@@ -89,6 +91,7 @@ _HOME = {
     "Timing": "nearpeak.measure.timing",
     "Waste": "nearpeak.findings.engine",
     "Work": "nearpeak.ops.work",
+    "apply_fixes": "nearpeak.fixes.script",
     "bench": "nearpeak.measure.bench",
     "compare": "nearpeak.measure.compare",
     "declare_cost": "nearpeak.ops.declare",

@@ -421,6 +421,15 @@ def test_what_is_not_faster_is_taken_out_of_the_middle(monkeypatch):
     assert state_of(model) == before
 
 
+def test_the_first_of_the_turns_need_not_be_measured_again(monkeypatch):
+    ratios = {"first": 0.9, "second": 1.2, "third": 1.0}
+    with three_fixes(ratios, monkeypatch) as timed:
+        report = nearpeak.fix(make_model(), *make_batch(), only=list(ratios)).report
+    assert len(timed) == 1
+    assert report.speed is not None
+    assert report.speed.ratio == 0.9
+
+
 def test_a_fix_of_the_same_place_is_tried_when_the_first_one_is_not_faster(monkeypatch):
     """A foreach optimizer, where a fused one does not help."""
     verdicts = iter([1.3, 0.5])

@@ -7,7 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import nearpeak
 from nearpeak.cli import main as cli
 from nearpeak.fixes import engine
 from nearpeak.fixes.script import fix_script
@@ -69,6 +72,43 @@ def test_a_training_script_goes_on_with_the_fixed_model(faster, script, capfd, t
     assert "fused True 0" in capfd.readouterr().out
     assert cli.main(["fix", "--verify", str(certificate), "--stop", file, "6"]) == 0
     assert "loss" not in capfd.readouterr().out.partition("Verdict")[0]
+
+
+@pytest.fixture
+def optimizer_certificate(faster, tmp_path):
+    model, batch = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fixed = nearpeak.fix(model, batch, optimizer=optimizer, only=["fused-optimizer"])
+    fixed.report.save(tmp_path / "fix.json")
+    return tmp_path / "fix.json"
+
+
+def train(model, optimizer, steps=4):
+    for _ in range(steps):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_one_line_applies_a_certificate(optimizer_certificate, monkeypatch):
+    monkeypatch.delenv("NEARPEAK_FIX", raising=False)
+    assert nearpeak.apply_fixes() is False
+    monkeypatch.setenv("NEARPEAK_FIX", str(optimizer_certificate))
+    assert nearpeak.apply_fixes() is True
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    assert optimizer.param_groups[0]["fused"] is True
+    assert not model._forward_pre_hooks
+
+
+def test_a_certificate_of_another_program_is_not_applied(optimizer_certificate):
+    assert nearpeak.apply_fixes(optimizer_certificate)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="nearpeak did not apply the certificate"):
+        train(model, optimizer)
+    assert not optimizer.param_groups[0]["fused"]
 
 
 @pytest.mark.slow

@@ -226,6 +226,8 @@ class _InForce:
     sites: list[Site]
     speed: Speed | None = None
     """None until it is measured."""
+    was_alone: bool = False
+    """Whether it was measured against the original."""
 
     @property
     def computes(self) -> set[tuple[str, str, str]]:
@@ -386,6 +388,9 @@ class _Engine:
                         self._take_out(self.kept[-1:])
             if not self.kept:
                 return None
+            only = self.kept[0]
+            if len(self.kept) == 1 and only.speed is not None and only.was_alone:
+                return only.speed
             try:
                 speed = self._measure()
                 slow = [each for each in self.kept if self.results[each.fix.id].status != "kept"]
@@ -648,7 +653,7 @@ class _Engine:
                     speed, memory_before=speed.memory_before - ours, memory_after=speed.memory_after - ours
                 )
         for pair, each in singles.items():
-            each.speed = speeds[pair]
+            each.speed, each.was_alone = speeds[pair], pair[0] == 0
             status, why = _decide(speeds[pair])
             self.results[each.fix.id] = replace(self.results[each.fix.id], speed=speeds[pair], why=why)
             self.say(f"{each.fix.id}: {status}, {speeds[pair].ratio:.3f} x the time")

@@ -2,15 +2,18 @@
 
 The model is the largest module that is called inside no other one, with gradients between two steps of an optimizer
 where the script trains. After some steps it is fixed at the end of one, on the batch of that step, and the script goes
-on with the fixed model.
+on with the fixed model. `apply_fixes` does the same from inside of a program, with a certificate and without measuring.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree as pytree
 
 from nearpeak.errors import NearpeakError, UsageError, message_of
-from nearpeak.fixes.engine import FixedModel
-from nearpeak.fixes.record import FixReport
+from nearpeak.fixes.engine import FixedModel, fix_from
+from nearpeak.fixes.record import FixReport, read
 from nearpeak.measure.options import Progress
 from nearpeak.profiling.script import find_module, find_script, report_exit, script_import_path
 from nearpeak.profiling.session import StopRun
@@ -85,10 +88,30 @@ def fix_script(
     return ScriptFix(report=watch.report, exit_code=exit_code, problem=watch.why_not(main.name))
 
 
+def apply_fixes(certificate: str | Path | None = None) -> bool:
+    """Applies a certificate to the model of this program after its first steps, without measuring or verifying.
+
+    One line at the start of a program. The file is that of the environment variable NEARPEAK_FIX if none is given;
+    without both nothing happens. It holds data alone, and nothing of it is executed. A model that computes something
+    else than the certificate says stays as it is, and a warning says why.
+
+    Returns:
+        Whether there is a certificate.
+    """
+    file = certificate or os.environ.get("NEARPEAK_FIX")
+    if not file:
+        return False
+    watch = _ProgramWatch(partial(fix_from, read(file)), lambda line: None, stop=False, steps=1)
+    watch.start()
+    return True
+
+
 class _ProgramWatch:
     """Follows the calls of a program until its model can be fixed."""
 
-    def __init__(self, fixer: Fixer, say: Progress, *, stop: bool) -> None:
+    def __init__(self, fixer: Fixer, say: Progress, *, stop: bool, steps: int = WARM_UP_STEPS) -> None:
+        self._warm_up = steps
+        self._warns = False
         self.report: FixReport | None = None
         self.problem = ""
         self._fixer, self._say, self._stop = fixer, say, stop
@@ -107,10 +130,18 @@ class _ProgramWatch:
     def watching(self) -> Iterator[None]:
         """Inside, a program is watched."""
         with self._search, self._hooks:
-            self._search.enter_context(watch_module_calls(self._before, self._after))
-            handle = register_optimizer_step_post_hook(self._stepped)
-            self._hooks.callback(handle.remove)
+            self._enter()
             yield
+
+    def start(self) -> None:
+        """Watches from now on; nobody asks afterwards, so that a problem is a warning."""
+        self._warns = True
+        self._enter()
+
+    def _enter(self) -> None:
+        self._search.enter_context(watch_module_calls(self._before, self._after))
+        handle = register_optimizer_step_post_hook(self._stepped)
+        self._hooks.callback(handle.remove)
 
     def why_not(self, name: str) -> str:
         """Why nothing was fixed; "" if it was."""
@@ -173,7 +204,7 @@ class _ProgramWatch:
             ]
             if trained:
                 self._follow(max(trained, key=lambda each: each[0])[1])
-        elif self._steps >= WARM_UP_STEPS and self._call is not None:
+        elif self._steps >= self._warm_up and self._call is not None:
             self._fix(optimizer)
 
     def _fix(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -196,5 +227,7 @@ class _ProgramWatch:
             self._is_busy, self._is_done = False, True
             self._call = None
             self._candidates.clear()
+        if self.problem and self._warns:
+            warnings.warn(f"nearpeak did not apply the certificate. {self.problem}", stacklevel=2)
         if self._stop:
             raise StopRun
