@@ -29,7 +29,18 @@ def test_rank_0_reports_the_job_and_the_rank_that_waits_for_its_input(tmp_path: 
     script, result = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "nearpeak"]
-    command += ["profile", "--stop", "--no-keep", "--inject", "rank=1,input=40ms", "-o", str(result), str(script)]
+    command += [
+        "profile",
+        "--stop",
+        "--no-keep",
+        "--on",
+        "h200-sxm",
+        "--inject",
+        "rank=1,input=40ms",
+        "-o",
+        str(result),
+        str(script),
+    ]
     ended = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300, check=False
     )
