@@ -127,8 +127,8 @@ def forward_tile(
 
 @triton.jit
 def read_parameters(weight, bias, column, in_columns):
-    """Weight and bias as they are, (BLOCK,); those that there are not are None."""
-    factor, shift = None, None
+    """Weight and bias as they are, (BLOCK,); 0 for those that there are not, which nobody reads."""
+    factor, shift = 0.0, 0.0
     if weight is not None:
         factor = tl.load(weight + column, mask=in_columns, other=0.0)
     if bias is not None:
