@@ -603,3 +603,25 @@ def test_compiled_by_inductor():
     upstream = torch.randn_like(expected)
     pairs = zip(*(torch.autograd.grad(one, tensors, upstream) for one in (actual, expected)), strict=True)
     assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_attention_of_8_bits_is_that_of_quantized_numbers():
+    query, key, value = (torch.randn(1, heads, 40, 64, device=DEVICE).bfloat16() for heads in (4, 2, 2))
+    with torch.no_grad(), kernels.using("auto"):  # the kernel is for Hopper
+        result, lse = kernels.attention_fp8(query, key, value, causal=True, return_lse=True)
+        nothing = kernels.attention_fp8(query * 0, key, value * 0)
+        exact, exact_lse = kernels.attention.reference(
+            *(x.double() for x in (query, key, value)), causal=True, return_lse=True
+        )
+    assert result.dtype == torch.bfloat16
+    difference = (result.double() - exact).norm() / exact.norm()
+    assert 0.005 < difference < 0.08
+    assert (lse.double() - exact_lse).abs().max() < 0.3
+    assert not nothing.any()
+
+
+def test_attention_of_8_bits_has_no_gradients():
+    inputs = [torch.randn(1, 1, 4, 64, device=DEVICE, requires_grad=True) for _ in "qkv"]
+    with pytest.raises(UsageError, match="has no gradients"):
+        kernels.attention_fp8(*inputs)
+    assert "float32" in kernels.supports(kernels.attention_fp8, *(x.detach() for x in inputs)).reason

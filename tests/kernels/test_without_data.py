@@ -53,6 +53,7 @@ CALLS = {
     "add_rms_norm": lambda: ((floats(TOKENS, WIDTH), floats(TOKENS, WIDTH), floats(WIDTH)), {}),
     "append": lambda: ((*caches(), decoded(), decoded(), LENGTHS), {}),
     "attention": lambda: (heads(), {"causal": True, "return_lse": True}),
+    "attention_fp8": lambda: ([tensor.detach() for tensor in heads()], {"causal": True, "return_lse": True}),
     "attention_packed": lambda: (
         (*(tensor[0].detach().requires_grad_() for tensor in heads()), STARTS, STARTS, 9, 9),
         {"causal": True},
@@ -105,7 +106,7 @@ CALLS = {
 }
 
 
-NOT_CAST = {"attention", "attention_packed", "linear_attention", "scaled_dot_product_attention"}
+NOT_CAST = {"attention", "attention_fp8", "attention_packed", "linear_attention", "scaled_dot_product_attention"}
 """Functions whose kernel takes its arguments as they are, also inside autocast."""
 
 

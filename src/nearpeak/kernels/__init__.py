@@ -13,7 +13,13 @@ function that was filled in later would be replaced by the package of the same n
 
 from nearpeak.kernels._runtime.choice import Choice, choices
 from nearpeak.kernels._runtime.policy import Support, supports, using
-from nearpeak.kernels.attention import Attention, attention, attention_packed, scaled_dot_product_attention
+from nearpeak.kernels.attention import (
+    Attention,
+    attention,
+    attention_fp8,
+    attention_packed,
+    scaled_dot_product_attention,
+)
 from nearpeak.kernels.decode import KVCache, append, decode_attention
 from nearpeak.kernels.gemm import Linear, gemm
 from nearpeak.kernels.gemm.grouped import grouped_gemm, row_groups
@@ -63,6 +69,7 @@ __all__ = [
     "add_rms_norm",
     "append",
     "attention",
+    "attention_fp8",
     "attention_packed",
     "bias_gelu",
     "bias_relu_squared",

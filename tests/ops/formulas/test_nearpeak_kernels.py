@@ -113,6 +113,8 @@ def attentions():
     summed(kernels.attention(query, key, value, causal=True, sinks=made(4)))
     summed(kernels.attention_packed(made(8, 4, 32), made(8, 2, 32), made(8, 2, 16), starts, starts, 4, 4))
     summed(kernels.linear_attention(query, key, value))
+    with torch.no_grad():
+        kernels.attention_fp8(made(2, 4, 8, 64), made(2, 2, 8, 64), made(2, 2, 8, 64), causal=True)
 
 
 CASES = (attentions, caches, softmaxes, norms, pointwise, rotary, losses, optimizer, quantization, experts, products)

@@ -1,4 +1,4 @@
-"""`attention`, `attention_packed` and `scaled_dot_product_attention`: softmax(query @ key^T) @ value in one kernel.
+"""`attention`, `attention_packed`, `attention_fp8` and `scaled_dot_product_attention`: softmax(query @ key^T) @ value.
 
 Memory traffic: forward reads query, key and value and writes the result and one float32 per query and head; backward
 reads these and the gradient of the result, and writes three gradients. Keys and values are read again for each block of
@@ -19,11 +19,12 @@ from torch.nn import functional
 
 from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.kernels._runtime.operator import Operator
-from nearpeak.kernels._runtime.policy import cannot_run, fused
+from nearpeak.kernels._runtime.policy import cannot_run, fused, too_old
 from nearpeak.kernels.attention.reference import (
     as_token_major,
     attention_backward,
     attention_forward,
+    attention_fp8_forward,
     empty_token_major,
     to_token_major,
 )
@@ -382,6 +383,88 @@ def attention_packed(
         )
     )  # fmt: skip
     result, lse = result.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    return (result, lse) if return_lse else result
+
+
+def _fp8_operator_why_not(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> str | None:
+    reason = operator_why_not(query, key, value) or too_old(query.device, (9, 0))
+    if reason is not None:
+        return reason
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, and this is {query.dtype}"
+    dims = query.shape[-1], value.shape[-1]
+    if dims not in ((64, 64), (128, 128)):
+        return f"it takes heads of 64 or 128 dimensions, of keys as of values, and these have {dims[0]} and {dims[1]}"
+    if torch.compiler.is_compiling() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return None  # the rest is checked when it runs
+    from nearpeak.kernels.attention.backends import fp8_why_not
+
+    return fp8_why_not(query, key, value, *rest)
+
+
+def _fp8_operator_reference(*args: Any) -> tuple[Tensor, Tensor]:
+    result, lse = attention_fp8_forward(*args)
+    return to_token_major(result), lse.contiguous()
+
+
+_forward_fp8 = Operator(
+    "attention_fp8(Tensor query, Tensor key, Tensor value, int right, bool bottom_right, float scale)"
+    " -> (Tensor, Tensor)",
+    backends={"nvidia": "attention.backends:forward_fp8"},
+    reference=_fp8_operator_reference,
+    fake=_fake_forward,
+    why_not=_fp8_operator_why_not,
+    finish=lambda result, lse: (as_token_major(result), lse),
+)
+
+
+def _fp8_arguments(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool = False, alignment: str = "bottom right",
+    scale: float | None = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Checks the arguments of `attention_fp8`, and returns those of its operator."""
+    _check_tensors(query, key, value, "[batch, heads, tokens, dim]")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        raise UsageError("attention_fp8 has no gradients. Call it inside of torch.no_grad(), or use attention.")
+    options = _checked_options(query, query.shape[0], causal, alignment, None, scale, None, None, None, 0.0)
+    return query, key, value, *options[1:4]
+
+
+def _attention_fp8_why_not(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options: Any
+) -> str | None:
+    return _fp8_operator_why_not(*_fp8_arguments(query, key, value, **options))
+
+
+def _attention_fp8_reference(
+    query: Tensor, key: Tensor, value: Tensor, *, return_lse: bool = False, **options: Any
+) -> Any:
+    result, lse = attention_fp8_forward(*_fp8_arguments(query, key, value, **options))
+    return (result, lse) if return_lse else result
+
+
+@fused(reference=_attention_fp8_reference, why_not=_attention_fp8_why_not)
+def attention_fp8(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    alignment: Alignment = "bottom right",
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`attention` with operands that are rounded to 8 bits, for inference: faster, and less exact.
+
+    Query, key and value are quantized to float8_e4m3fn with one scale for each head, its largest magnitude over 448,
+    and weights are rounded to 8 bits as well. Sums are in float32. For numbers of a normal distribution the result
+    differs from that of 16 bits by 5 % of its norm; a head with outliers loses more, as one scale holds for all its
+    tokens.
+
+    The kernel is for Hopper, and heads of 64 and 128. Elsewhere plain torch computes attention of the quantized
+    numbers. There are no gradients. Arguments are those of `attention`.
+    """
+    result, lse = _forward_fp8(*_fp8_arguments(query, key, value, causal, alignment, scale))
     return (result, lse) if return_lse else result
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearpeak.kernels._runtime import gluon
 from nearpeak.kernels._runtime.choice import OF_TORCH, Chooser
-from nearpeak.kernels.attention import library
+from nearpeak.kernels.attention import fp8_triton, library
 from nearpeak.kernels.attention.triton import AttentionProblem, Gradients
 
 _MODULES = {"gluon": "nearpeak.kernels.attention.sm90", "triton": "nearpeak.kernels.attention.triton"}
@@ -80,6 +80,31 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return library.forward(name, problem)
     result: tuple[Tensor, Tensor] = import_module(_MODULES[name]).forward(problem)
     return result
+
+
+def fp8_why_not(query: Tensor, key: Tensor, value: Tensor, right: int, bottom_right: bool, scale: float) -> str | None:
+    """Why the forward pass in fp8 does not run for tensors that it takes by their sizes, or None."""
+    if not gluon.runs_on(query.device) or query.device.type != "cuda":
+        return "it needs a Hopper GPU and Triton 3.6"
+    problem = _fp8_problem(query, key, value, right, bottom_right, scale)
+    takes = import_module(_MODULES["gluon"]).supports_fp8(problem)
+    return None if takes else "it takes tensors whose rows begin at multiples of 16 bytes, and some of each"
+
+
+def forward_fp8(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The result of operands in 8 bits, and the log-sum-exp of the scores in float32."""
+    problem = _fp8_problem(*arguments)
+    operands = fp8_triton.quantized(problem.query, problem.key, problem.value)
+    result: tuple[Tensor, Tensor] = import_module(_MODULES["gluon"]).forward(problem, operands)
+    return result
+
+
+def _fp8_problem(
+    query: Tensor, key: Tensor, value: Tensor, right: int, bottom_right: bool, scale: float
+) -> AttentionProblem:
+    return AttentionProblem(
+        query, key, value, None, None, None, None, None, None, 0, 0, -1, right, bottom_right, scale, 0.0, 0.0
+    )
 
 
 def backward(

@@ -1,6 +1,6 @@
 """Operands of attention in fp8: their quantization, with one scale for each head.
 
-The forward pass is that of `sm90`, and no default yet. Tensor cores multiply numbers of 8 bits twice as fast as those
+The forward pass is that of `sm90`. Tensor cores multiply numbers of 8 bits twice as fast as those
 of 16. Weights are rounded to 8 bits as well, 2 ** 8 times as large, so that none that matters is below the smallest
 normal number.
 

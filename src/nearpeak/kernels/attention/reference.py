@@ -40,6 +40,28 @@ def attention_forward(
     return result, lse.to(torch.promote_types(lse.dtype, torch.float32))
 
 
+def attention_fp8_forward(
+    query: Tensor, key: Tensor, value: Tensor, right: int, bottom_right: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same of operands that were quantized; weights are not, which the kernel rounds to 8 bits too."""
+    dtype = value.dtype
+    query, key, value = (_quantized_and_back(x) for x in (query, key, value))
+    result, lse = attention_forward(
+        query, key, value, None, None, None, None, None, None, 0, 0, -1, right, bottom_right, scale, 0.0, 0.0
+    )
+    return result.to(dtype), lse
+
+
+def _quantized_and_back(x: Tensor) -> Tensor:
+    """[batch, heads, tokens, dim] rounded to 8 bits, with one scale for each head; at least in float32."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not x.numel():
+        return wide
+    scale = wide.abs().amax((2, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
+    scale = torch.where(scale > 0.0, scale, 1.0)
+    return (wide / scale).to(torch.float8_e4m3fn).to(wide.dtype) * scale
+
+
 def attention_backward(
     gradient: Tensor, lse_gradient: Tensor | None, result: Tensor, lse: Tensor,
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, slopes: Tensor | None, sinks: Tensor | None,

@@ -53,6 +53,19 @@ def attention(op: Op) -> Cost:
     return _attention_cost(op, op.tensors("query"), 2 * dims)
 
 
+@formula("nearpeak.attention_fp8")
+def attention_fp8(op: Op) -> Cost:
+    """The same with products of 8 bits; queries, keys and values are read as they are."""
+    query, key, value = (op.tensor(name) for name in ("query", "key", "value"))
+    queries, keys, right = query.shape[2], key.shape[2], op.arguments["right"]
+    offset = keys - queries if op.arguments["bottom_right"] else 0
+    pairs = banded(queries, keys, right=None if right < 0 else right, offset=offset)
+    count = query.shape[0] * query.shape[1] * pairs.count
+    parts = [(x, x.bytes * pairs.keys[1] / max(keys, 1)) for x in (key, value)]
+    flops = 2.0 * (query.shape[-1] + value.shape[-1]) * count
+    return product_cost("attention", "float8_e4m3fn", (query, *parts), op.outputs, flops=flops, other_flops=count)
+
+
 @formula("nearpeak.attention_backward")
 def attention_backward(op: Op) -> Cost:
     """Reads these and the gradient and the result, and writes the gradients that are wanted.
