@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -56,8 +56,10 @@ class RankState:
     """Whether its program has ended with an error, at this line."""
 
 
-def hang_lines(states: Mapping[int, RankState], world_size: int) -> list[str]:
+def hang_lines(states: Mapping[int, RankState], world_size: int, *, dumped: bool = False) -> list[str]:
     """Which collective is waited for, by whom, and where the others are.
+
+    In states that were `dumped`, lines are those of the last collectives: where a rank went from there is not known.
 
     >>> states = {0: RankState(kind="all_reduce", group="0", sequence=7, called={"0": 7}, line="train.py:9")}
     >>> states[1] = RankState(called={"0": 6}, line="train.py:4")
@@ -82,7 +84,8 @@ def hang_lines(states: Mapping[int, RankState], world_size: int) -> list[str]:
             f"{'has' if len(same) == 1 else 'have'} called it{f', at {places}' if places else ''}."
         )
         for rank, state in sorted(states.items()):
-            at = f"it is at {state.line}" if state.line else "where it is, is not known"
+            place = "its last one was called at" if dumped else "it is at"
+            at = f"{place} {state.line}" if state.line else "where it is, is not known"
             number = (state.called or {}).get(first.group, 0)
             if rank in same:
                 continue
@@ -96,11 +99,13 @@ def hang_lines(states: Mapping[int, RankState], world_size: int) -> list[str]:
         for rank, state in states.items():
             last = ", ".join(f"number {number} of group {group}" for group, number in (state.called or {}).items())
             after = f", after collective {last}" if last else ""
-            how = "has failed" if state.failed else "is"
+            how = "has failed" if state.failed else "was last" if dumped else "is"
             lines.append(f"Rank {rank} {how} at {state.line or 'a line that is not known'}{after}.")
     silent = sorted(set(range(world_size)) - set(states))
     if silent:
         many = len(silent) > 1
+        if dumped:
+            return [*lines, f"{_ranks(silent).capitalize()} {'have' if many else 'has'} no dump."]
         ended = "their processes have ended, or they are stopped" if many else "its process has ended, or it is stopped"
         lines.append(f"{_ranks(silent).capitalize()} {'do' if many else 'does'} not answer: {ended}.")
     return lines
@@ -121,6 +126,11 @@ def own_state(now_s: float | None = None) -> RankState:
     if dump is not None:
         with suppress(Exception):
             entries = json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return state_of(entries, line=line, now_s=now_s)
+
+
+def state_of(entries: Sequence[Mapping[str, Any]], *, line: str, now_s: float | None = None) -> RankState:
+    """Where a rank is, by what the flight recorder has of it, in the order of the calls."""
     entries = [entry for entry in entries if not entry.get("is_p2p")]
     called: dict[str, int] = {}
     for entry in entries:
@@ -130,9 +140,10 @@ def own_state(now_s: float | None = None) -> RankState:
     if not active:
         return RankState(line=line, called=called)
     first = min(active, key=lambda entry: entry["time_created_ns"])
+    name = str(first.get("profiling_name", ""))
     return RankState(
         line=line,
-        kind=str(first["profiling_name"]).partition(":")[2] or str(first["profiling_name"]),
+        kind=name.partition(":")[2] or name or "a collective",
         group=str(first["process_group"][0]),
         sequence=int(first["collective_seq_id"]),
         seconds=(now_s or time.time()) - first["time_created_ns"] / 1e9,

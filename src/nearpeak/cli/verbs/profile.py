@@ -9,8 +9,8 @@ Below torchrun, each rank is profiled, and rank 0 reports the job: torchrun --np
 SCRIPT. --inject rank=1,delay=5ms tries that out: a fault in one rank, by delay, input, work or gc.
 
 --trace FILE reads a trace that torch.profiler wrote with record_shapes=True, on any machine, or a saved profile; of a
-folder, all ranks of a job, one file each. The
-last ten runs are kept: @last is the last one, @2 the one before it.
+folder, all ranks of a job, one file each, or the dumps of torch's flight recorder after a hang. The last ten runs are
+kept: @last is the last one, @2 the one before it.
 
 examples:
   nearpeak profile examples/train.py --steps 30
@@ -126,14 +126,22 @@ def from_file(name: str, arguments: argparse.Namespace) -> Profile:
 
 
 def _show_folder(arguments: argparse.Namespace) -> int:
-    """The job of a folder of traces."""
+    """The job of a folder of traces, or what dumps of torch's flight recorder say about one that hung."""
     from nearpeak.profiles.profile import Profile
+    from nearpeak.profiling.flight_recorder import hang_in_dumps
     from nearpeak.profiling.load import profile_folder
+    from nearpeak.render.html.markup import LONGEST_TEXT, visible
     from nearpeak.render.text import text
     from nearpeak.render.views.job import document
 
     if arguments.step is not None:
         raise UsageError(f"--step {arguments.step}: a folder of traces has all steps that its ranks share.")
+    hang = hang_in_dumps(Path(arguments.trace))
+    if hang is not None:
+        if arguments.save or arguments.json:
+            raise UsageError(f"{arguments.trace} has dumps of torch's flight recorder: there is no profile to save.")
+        print_text("\n".join(visible(line, LONGEST_TEXT) for line in hang))
+        return 0
     job = profile_folder(arguments.trace, on=arguments.on, ceilings=arguments.ceilings)
     if isinstance(job, Profile):
         return show_profile(job, arguments, ResultFiles(arguments, keep=False))
