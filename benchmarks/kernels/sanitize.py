@@ -33,6 +33,7 @@ from torch import Tensor
 from nearpeak import kernels
 from nearpeak.kernels import ladder as kernels_ladder
 from nearpeak.kernels._runtime.choice import own_backends
+from nearpeak.kernels.attention import fp8_triton
 from nearpeak.kernels.gemm import grouped_triton
 from nearpeak.kernels.gemm.tuning import SM90_GROUPED_CONFIGS, SM90_GROUPED_GRADIENT_CONFIGS
 from nearpeak.kernels.optimizer import triton as optimizer_triton
@@ -122,12 +123,24 @@ class Calls:
             self.both(kernels.attention, *[(1, 1, 70, 64), *[(1, 1, 37, 64)] * 2], causal=True),
         )
         yield "attention_packed", self.packed
+        for dim in (64, 128):
+            yield f"attention_fp8, {dim}", partial(self.attention_of_eight, dim)
         yield "scaled_dot_product_attention", self.by_torchs_name
         for causal in (False, True):  # of several segments, and of heads that share keys
             shapes = [(1, 4, 301, 36), (1, 2, 301, 36), (1, 2, 301, 20)]
             yield f"linear_attention, causal {causal}", self.both(kernels.linear_attention, *shapes, causal=causal)
         shapes = [(1, 2, 301, 64)] * 3
         yield "linear_attention, float32", self.both(kernels.linear_attention, *shapes, dtype=torch.float32)
+
+    @torch.no_grad()
+    def attention_of_eight(self, dim: int) -> None:
+        """On other GPUs than Hopper the quantization of operands alone."""
+        tensors = [self.random(2, heads, tokens, dim) for heads, tokens in ((2, 197), (1, 331), (1, 331))]
+        for causal in (False, True):
+            if kernels.supports(kernels.attention_fp8, *tensors, causal=causal):
+                kernels.attention_fp8(*tensors, causal=causal)
+            else:
+                fp8_triton.quantized(*tensors)
 
     def by_torchs_name(self) -> None:
         mask = torch.rand(37, 70, device=self.device) < 0.5
