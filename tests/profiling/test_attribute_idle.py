@@ -58,8 +58,9 @@ def test_a_profile_has_causes_that_sum_to_its_idle_part():
 
     found = nearpeak.profile(step, torch.ones(16), on="h200-sxm")
     assert sum(cause.seconds for cause in found.idle) == pytest.approx(found.waterfall.seconds("idle"))
-    assert found.idle[0].cause == "python"
-    assert found.idle[0].where.startswith("test_attribute_idle.py:")
+    known = [cause for cause in found.idle if cause.cause != "unknown"]  # other work may take the processor
+    assert known[0].cause == "python"
+    assert known[0].where.startswith("test_attribute_idle.py:")
 
 
 def event(name, start, took, category, thread=1, **args):
