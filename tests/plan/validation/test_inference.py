@@ -42,8 +42,10 @@ def errors(leave_out: bool, source: str | None = None) -> dict[str, ErrorGroup]:
 
 def test_rows_are_read_or_skipped_with_a_reason() -> None:
     found, skipped = rows()
-    assert (len(found), len(skipped)) == (822, 13)
-    reasons = {item.reason.split(",")[0] for item in skipped}
+    assert (len(found), len(skipped)) == (820, 15)
+    impossible = [item.id for item in skipped if "contradict each other, at" in item.reason]
+    assert impossible == ["aic-silicon-0750", "aic-silicon-0751"]  # tokens came faster than memory reads the weights
+    reasons = {item.reason.split(",")[0] for item in skipped if item.id not in impossible}
     assert reasons == {
         "speculative decoding",
         "the model 'DeepSeek-V4-Flash-0731' is not in the catalogue",

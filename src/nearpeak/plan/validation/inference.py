@@ -22,7 +22,7 @@ from nearpeak.plan.serving.deployment import Deployment, ServingLayout
 from nearpeak.plan.serving.plan import Load
 from nearpeak.plan.serving.serve import most_throughput, serve
 from nearpeak.plan.serving.simulate import simulate
-from nearpeak.plan.serving.step import step_time
+from nearpeak.plan.serving.step import experts_hit, step_time
 from nearpeak.plan.validation.errors import SkippedRow
 from nearpeak.plan.validation.names import gpu_id, model_id
 from nearpeak.plan.validation.training import read_number
@@ -136,7 +136,7 @@ def _read_run(row: Mapping[str, str], line: int) -> MeasuredInference:
         alternative = replace(deployment, layout=cut)
     single = row.get("conc_kind", "") == "batch" or row.get("scenario", "") == "single-stream decode"
     decode = read_number(row, "decode_ms")
-    return MeasuredInference(
+    run = MeasuredInference(
         id=row["id"],
         source=row.get("group") or row.get("source") or "unknown",
         campaign=f"{row.get('group', '')} {name} {engine}",
@@ -153,6 +153,29 @@ def _read_run(row: Mapping[str, str], line: int) -> MeasuredInference:
         check=row.get("check", ""),
         line=line,
     )
+    _require_possible(run)
+    return run
+
+
+def _require_possible(run: MeasuredInference) -> None:
+    """UsageError for latencies that contradict each other: steps faster than the memory can read what they need.
+
+    By Little's law the share of a request's time in which it decodes is the share of the requests that do.
+    """
+    theoretical = run.deployment.cluster.machine.theoretical
+    if run.single_stream or run.concurrency is None or not run.ttft or not run.tpot or theoretical is None:
+        return
+    decoding = run.tpot * run.output
+    running = run.concurrency * decoding / (run.ttft + decoding)
+    model = run.deployment.model
+    hit = experts_hit(model, running) / model.experts if model.is_moe else 1.0
+    cache = running / run.deployment.layout.dp * run.deployment.cache_bytes(run.prompt + run.output / 2)
+    least = (hit * run.deployment.weight_bytes + cache) / theoretical.bandwidth
+    if run.tpot < least:
+        raise UsageError(
+            f"tpot_ms={1e3 * run.tpot:.1f} and ttft_ms={1e3 * run.ttft:.0f} contradict each other, at {running:.0f} "
+            f"requests that decode: memory reads their weights and cache in {1e3 * least:.1f} ms at best"
+        )
 
 
 def _read_layout(row: Mapping[str, str]) -> tuple[ServingLayout, float | None]:
