@@ -2,13 +2,15 @@
 
     PYTHONPATH=src python -m benchmarks.models.fix --models llama-1b --json OUT/fix.json
     PYTHONPATH=src python -m benchmarks.models.fix --ways eager,hand --profiles OUT --json OUT/hand.json
+    PYTHONPATH=src python -m benchmarks.models.fix --decode --json OUT/decode.json
     python -m benchmarks.models.fix --show OUT/fix.json
 
 Each model has random weights in bfloat16 and a step of forward, backward and AdamW, as `transformers` has them. Liger
 replaces functions of `transformers` for the whole process, so that its steps run in a process of their own; the others
 run in turns on one model. Peak memory is that of torch's allocator over two steps. `liger_kernel` is left out where it
 is not installed. `by_hand` has the steps by hand, with all kernels that fit; `--profiles` saves what nearpeak says of
-them.
+them. `--decode` generates tokens with a model of 28 layers, in bfloat16 for the time and in float32 for the
+tokens, which must be the same.
 """
 
 from __future__ import annotations
@@ -92,7 +94,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def seconds_of(step: Callable[[], None], calls: int = CALLS) -> float:
+def seconds_of(step: Callable[[], object], calls: int = CALLS) -> float:
     synchronize()
     start = time.perf_counter()
     for _ in range(calls):
@@ -184,6 +186,56 @@ def run_model(
     return row
 
 
+def run_decode(device: str, small: bool, new_tokens: int) -> dict[str, Any]:
+    """Seconds per token of `generate` as it is and fixed, and whether the tokens are the same in float32."""
+    sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
+    if small:
+        sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16 if small else 128}
+    row: dict[str, Any] = {"model": "qwen3-decode", "batch": 4, "new_tokens": new_tokens}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads)).to(dtype).eval()
+            prompt = torch.randint(sizes["vocab_size"], (4, 64))
+
+        def generate(model: Any = model, prompt: torch.Tensor = prompt) -> torch.Tensor:
+            tokens: torch.Tensor = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+            )
+            return tokens
+
+        calls: list[dict[str, Any]] = []
+        handle = model.register_forward_pre_hook(
+            lambda _m, _a, given, calls=calls: calls.append(given), with_kwargs=True
+        )
+        eager = generate()
+        handle.remove()
+        name = str(dtype).removeprefix("torch.")
+        row[f"eager_{name}_s"] = min(seconds_of(generate, 1) for _ in range(2)) / new_tokens
+        started = time.perf_counter()
+        with torch.no_grad():
+            fixed = nearpeak.fix(
+                model,
+                trains=False,
+                without=["torch-compile"],
+                progress=lambda line: print(f"  {line}", flush=True),
+                **calls[-1],
+            )
+        row[f"fix_{name}_s"] = time.perf_counter() - started
+        print(fixed.report.report(), flush=True)
+        generate()
+        row[f"fixed_{name}_s"] = min(seconds_of(generate, 1) for _ in range(3)) / new_tokens
+        row[f"same_tokens_{name}"] = bool(torch.equal(generate(), eager))
+        fixed.undo()
+        del model, fixed, calls
+    return row
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [f"{'model':16s} {'way':9s} {'ms':>8s} {'GB':>7s} {'of eager':>9s}"]
     for row in rows:
@@ -203,6 +255,8 @@ def main() -> None:
     parser.add_argument("--ways", default="eager,liger,fixed,compiled")
     parser.add_argument("--without", default="torch-compile", help="ids of fixes to leave out")
     parser.add_argument("--small", action="store_true", help="tiny configurations, to try this on a CPU")
+    parser.add_argument("--decode", action="store_true", help="time the generation of tokens instead")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens that --decode generates")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profiles", type=Path, help="a folder for profiles of the steps by hand")
     parser.add_argument("--show", type=Path, help="print the table of an earlier run")
@@ -216,6 +270,12 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.liger:
         print(json.dumps(run_liger(arguments.liger, device, arguments.small)))
+        return
+    if arguments.decode:
+        decoded = run_decode(device, arguments.small, arguments.tokens)
+        print(json.dumps(decoded, indent=1))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(decoded, indent=1) + "\n", encoding="utf-8")
         return
     ways = arguments.ways.split(",")
     rows = []
