@@ -26,8 +26,14 @@ def test_two_real_runs_of_one_script_are_the_same(model):
     assert quiet(difference(second, first))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["vit_first", "vit_compiled", "moe_first"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param("vit_first", marks=pytest.mark.slow),
+        pytest.param("vit_compiled", marks=pytest.mark.slow),
+        pytest.param("moe_first", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_twenty_simulated_pairs_of_one_script_are_the_same(model):
     runs = [difference(simulated(real(model), 2 * pair), simulated(real(model), 2 * pair + 1)) for pair in range(20)]
     assert [quiet(found) for found in runs] == [True] * 20
