@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import nearpeak
 from nearpeak.errors import UsageError
@@ -470,3 +471,65 @@ def test_a_fixed_model_can_be_copied_and_trained(faster):
         copied(*batch).sum().backward()
         assert copied.norm.weight.grad is not None
         assert model.norm.weight.grad is None
+
+
+@pytest.fixture
+def world(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_fixed_model_trains_under_ddp(faster, world):
+    torch.manual_seed(0)
+    model, batch = make_model(), make_batch()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    with registered("norm", torch_norm) as id, nearpeak.fixed(parallel, *batch, only=[id]) as fixed:
+        assert fixed.report.fixes[0].status == "kept"
+        parallel(*batch).sum().backward()
+        gradient = model.norm.weight.grad.clone()
+    model.zero_grad()
+    parallel(*batch).sum().backward()
+    torch.testing.assert_close(model.norm.weight.grad, gradient)
+
+
+class Adapter(nn.Module):
+    """A linear layer with an update of low rank beside it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.up(self.down(x))
+
+
+class Checkpointed(Model):
+    def forward(self, tokens, mask=None):
+        x = self.embedding(tokens)
+        x = x + checkpoint(self.attention, self.norm(x), mask, use_reentrant=False)
+        return self.head(x + checkpoint(self.mlp, x, use_reentrant=False))
+
+
+def test_a_fix_of_a_model_with_adapters_checkpoints_and_hooks(faster):
+    torch.manual_seed(0)
+    model, batch, seen = Checkpointed(), make_batch(), []
+    model.mlp.gate, model.mlp.up = Adapter(model.mlp.gate), Adapter(model.mlp.up)
+    model.mlp.gate.base_layer.register_forward_hook(lambda *_: seen.append("gate"))
+    keys = list(model.state_dict())
+
+    def gradients():
+        model.zero_grad()
+        model(*batch).sum().backward()
+        return [each.grad for each in model.parameters() if each.requires_grad]
+
+    expected = gradients()
+    seen.clear()
+    with registered("mlp", same_forward) as id, nearpeak.fixed(model, *batch, only=[id]) as fixed:
+        assert fixed.report.fixes[0].status == "kept"
+        seen.clear()
+        torch.testing.assert_close(gradients(), expected)
+        assert seen == ["gate", "gate"]  # again in the backward pass
+        assert list(model.state_dict()) == keys
