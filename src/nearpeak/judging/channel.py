@@ -149,16 +149,16 @@ class Channel:
         """The end of that."""
         return self.words()[-LAST_WORDS:]
 
-    def busy_seconds(self) -> float | None:
-        """Time in which threads of the process ran, or waited for a processor; None where the system does not tell."""
-        total = 0
+    def processor_seconds(self) -> tuple[float, float] | None:
+        """Time in which threads of the process ran, and waited for a processor; None where the system does not tell."""
+        ran = waited = 0
         try:
             for task in Path(f"/proc/{self.pid}/task").iterdir():
-                ran, waited, _ = (task / "schedstat").read_text().split()
-                total += int(ran) + int(waited)
-        except (OSError, ValueError):
+                fields = (task / "schedstat").read_text().split()
+                ran, waited = ran + int(fields[0]), waited + int(fields[1])
+        except (OSError, ValueError, IndexError):
             return None
-        return total * 1e-9
+        return ran * 1e-9, waited * 1e-9
 
     def finish(self, timeout: float) -> None:
         """Lets the process end by itself, which it does where no more commands come."""

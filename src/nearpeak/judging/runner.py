@@ -410,6 +410,7 @@ class Runner:
         clock = _processor_clock if self.device.type == "cpu" else _clock
         args, kwargs = self._arguments(message["inputs"])
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() > 1 and 0 not in tensor.stride()]
+        originals = [tensor.detach().clone() for tensor in tensors]
         for _ in range(2):
             self._call(args, kwargs)
         same: list[float] = []
@@ -421,6 +422,9 @@ class Runner:
                     if changes:
                         _change_one(tensors, i, message["seed"])
                     else:
+                        with torch.no_grad():
+                            for tensor, values in zip(tensors, originals, strict=True):
+                                tensor.copy_(values)
                         self._call(args, kwargs)  # so that the timed call is a repetition
                     del result
                     self.synchronize()
