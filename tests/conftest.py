@@ -43,6 +43,7 @@ def pytest_configure() -> None:
 
 
 def pytest_unconfigure() -> None:
+    gc.unfreeze()
     _cache.cleanup()
 
 
