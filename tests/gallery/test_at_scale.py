@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import math
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import nearpeak
+from nearpeak.gallery import run as gallery_run
 from nearpeak.gallery.examples import (
     collectives,
     memory_7b,
@@ -127,14 +129,14 @@ def test_ways_that_do_not_train_or_differ_are_named():
 
 def test_two_processes_that_hang_are_ended(monkeypatch):
     started = []
-    real = collectives.subprocess.Popen
+    real = subprocess.Popen
 
     def start(command, **options):
         started.append(real([command[0], "-c", "import time; time.sleep(60)"], **options))
         return started[-1]
 
-    monkeypatch.setattr(collectives.subprocess, "Popen", start)
-    monkeypatch.setattr(collectives, "TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(gallery_run, "RANKS_TIMEOUT_S", 0.2)
     assert collectives.measure_two() is None
     assert [one.returncode is not None for one in started] == [True]
 

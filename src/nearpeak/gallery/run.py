@@ -8,11 +8,14 @@ from __future__ import annotations
 import datetime
 import importlib
 import inspect
+import os
 import platform
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -43,6 +46,8 @@ FLOOR = (0.9, None)
 """The same where the prediction is a lower bound."""
 MEASURE_SECONDS = 0.4
 """Time limit of each measurement."""
+RANKS_TIMEOUT_S = 60.0
+"""Time limit of processes that an example starts as ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +243,24 @@ def run_example(name: str, context: Context) -> ExampleResult:
         skipped=skipped,
         doubts=context.doubts(),
     )
+
+
+def run_two(module: Sequence[str]) -> None:
+    """Runs a module that starts two ranks on this machine, without a GPU, and ends it where it takes too long."""
+    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *module],
+        env={**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=RANKS_TIMEOUT_S)
+    finally:
+        process.terminate()  # torchrun's code ends both ranks; no effect where they have ended
+        process.wait()
 
 
 def _example_module(name: str):  # type: ignore[no-untyped-def]

@@ -7,12 +7,9 @@ whose results are checked against the drawings. Data-parallel and fully sharded 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +19,7 @@ from nearpeak import plan
 from nearpeak.comm.result import CommRun, load_run
 from nearpeak.errors import FileProblem
 from nearpeak.gallery.parts import Drawing, Part, Plot, Prediction, prediction_table, prose
-from nearpeak.gallery.run import Context
+from nearpeak.gallery.run import RANKS_TIMEOUT_S, Context, run_two
 from nearpeak.plan.models.model import forward_flops
 from nearpeak.render.document import Table
 from nearpeak.render.picture.plot import Series
@@ -41,8 +38,6 @@ SIZE = 8 * 2**20
 """Bytes of a collective between the two processes."""
 SMALL = 1024
 REPEATS = 9
-TIMEOUT_SECONDS = 60.0
-"""Time limit of the two processes."""
 Block = tuple[tuple[int, int], ...]
 """The sum of pieces, each a (rank, piece) of before; () is an empty place."""
 
@@ -230,7 +225,7 @@ def _for_real(context: Context) -> Iterator[Part]:
     context.progress("two processes")
     run = measure_two()
     if run is None:
-        yield from prose(f"The two processes did not finish within {TIMEOUT_SECONDS:.0f} s here.")
+        yield from prose(f"The two processes did not finish within {RANKS_TIMEOUT_S:.0f} s here.")
         return
     small, large = (_fastest(run, "send_recv", size) for size in (SMALL, SIZE))
     copy = best_copy(SIZE)
@@ -278,24 +273,6 @@ def measure_two() -> CommRun | None:
         with suppress(FileProblem):
             return load_run(file)
     return None
-
-
-def run_two(module: Sequence[str]) -> None:
-    """Runs a module that starts two ranks on this machine, without a GPU, and ends it where it takes too long."""
-    loopback = {"GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", *module],
-        env={**os.environ, **loopback, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=TIMEOUT_SECONDS)
-    finally:
-        process.terminate()  # torchrun's code ends both ranks; no effect where they have ended
-        process.wait()
 
 
 def _fastest(run: CommRun, op: str, size: int) -> float:

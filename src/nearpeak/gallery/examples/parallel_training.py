@@ -22,9 +22,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from nearpeak.gallery.examples.collectives import TIMEOUT_SECONDS, run_two
 from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
-from nearpeak.gallery.run import Context
+from nearpeak.gallery.run import RANKS_TIMEOUT_S, Context, run_two
 from nearpeak.render.document import CodeBlock, Table
 from nearpeak.render.picture.plot import Series
 from nearpeak.units import percent, seconds
@@ -172,7 +171,7 @@ def example(context: Context) -> Iterator[Part]:
     )
     if results is None:
         if context.measures:
-            yield from prose(f"The two processes did not finish within {TIMEOUT_SECONDS:.0f} s here.")
+            yield from prose(f"The two processes did not finish within {RANKS_TIMEOUT_S:.0f} s here.")
         return
     yield Plot(
         title="The losses",
