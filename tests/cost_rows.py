@@ -896,6 +896,8 @@ def own_attention() -> Rows:
     for right, sizes in ((-1, {"p": z.q * z.s}), (0, {"p": z.q * (z.s - z.q) + z.q * (z.q + 1) // 2})):
         how = {"left": -1, "right": right, "bottom_right": True}
         yield "nearpeak.attention", sizes, op("nearpeak.attention", result, statistics, **given, **how)
+        in_8_bits = op("nearpeak.attention_fp8", result, statistics, **given, right=right, bottom_right=True)
+        yield "nearpeak.attention_fp8", sizes, in_8_bits
         saved = {"gradient": tensor(*result.shape), "result": result, "lse": statistics}
         wanted = {"for_query": True, "for_keys": True}
         gradients = [tensor(*one.shape) for one in given.values()]

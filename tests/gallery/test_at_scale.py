@@ -109,7 +109,7 @@ def test_two_processes(measuring, only, said):
     assert all(row.measured > 0 and row.predicted > 0 for row in result.rows)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as above: twenty seconds
 def test_two_ranks_train_as_one_does(measuring, only, said):
     result = measuring("parallel_training")
     assert "All three agree with one rank" in said(result)

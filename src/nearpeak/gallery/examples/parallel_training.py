@@ -22,9 +22,10 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor, nn
 
-from nearpeak.gallery.parts import Part, Plot, Prediction, prediction_table, prose
+from nearpeak.gallery.parts import Part, Plot, Prediction, StackedBars, prediction_table, prose
 from nearpeak.gallery.run import RANKS_TIMEOUT_S, Context, run_two
 from nearpeak.render.document import CodeBlock, Table
+from nearpeak.render.picture.bars import Bar
 from nearpeak.render.picture.plot import Series
 from nearpeak.units import percent, seconds
 
@@ -130,6 +131,15 @@ def example(context: Context) -> Iterator[Part]:
     )
     for split in (data_parallel, fully_sharded, tensor_parallel):
         yield CodeBlock(text=inspect.getsource(split))
+    kinds = (("weights", 4), ("gradients", 4), ("moments of AdamW", 8))
+    yield StackedBars(
+        title="What each of two ranks keeps, predicted",
+        bars=tuple(
+            Bar(name=way, pieces=tuple((kind, share * size * WEIGHTS) for kind, size in kinds))
+            for way, share in KEPT.items()
+        ),
+        unit="B",
+    )
     results = train_two(context) if context.measures else None
     yield prediction_table(
         "Weights, gradients and moments on each rank",

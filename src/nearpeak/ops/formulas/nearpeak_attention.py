@@ -27,20 +27,22 @@ def _visible_pairs(op: Op) -> tuple[int, int]:
     queries, keys = op.tensor("query").shape[2], op.tensor("key").shape[2]
     if op.tensors("query_starts"):
         return 0, 0
-    left, right = (None if op.arguments[name] < 0 else op.arguments[name] for name in ("left", "right"))
+    sides = (op.arguments.get(name, -1) for name in ("left", "right"))
+    left, right = (None if side < 0 else side for side in sides)
     offset = keys - queries if op.arguments["bottom_right"] else 0
     pairs = banded(queries, keys, left=left, right=right, offset=offset)
     return pairs.count, pairs.keys[1]
 
 
-def _attention_cost(op: Op, reads: tuple[Tensor, ...], flops_per_pair: int) -> Cost:
-    """One exponential per pair other_flops the products. Of keys and values, what some query sees is read."""
+def _attention_cost(op: Op, reads: tuple[Tensor, ...], flops_per_pair: int, dtype: str = "") -> Cost:
+    """One exponential per pair beside the products. Of keys and values, what some query sees is read."""
     query, keys = op.tensor("query"), op.tensor("key").shape[2]
     pairs, visible_keys = _visible_pairs(op)
     count = query.shape[0] * query.shape[1] * pairs
     parts = [(x, x.bytes * visible_keys / max(keys, 1)) for x in op.tensors("key", "value")]
     flops = float(flops_per_pair * count)
-    return product_cost("attention", query.dtype, (*reads, *parts), op.outputs, flops=flops, other_flops=count)
+    dtype = dtype or query.dtype
+    return product_cost("attention", dtype, (*reads, *parts), op.outputs, flops=flops, other_flops=count)
 
 
 @formula("nearpeak.attention")
@@ -56,14 +58,8 @@ def attention(op: Op) -> Cost:
 @formula("nearpeak.attention_fp8")
 def attention_fp8(op: Op) -> Cost:
     """The same with products of 8 bits; queries, keys and values are read as they are."""
-    query, key, value = (op.tensor(name) for name in ("query", "key", "value"))
-    queries, keys, right = query.shape[2], key.shape[2], op.arguments["right"]
-    offset = keys - queries if op.arguments["bottom_right"] else 0
-    pairs = banded(queries, keys, right=None if right < 0 else right, offset=offset)
-    count = query.shape[0] * query.shape[1] * pairs.count
-    parts = [(x, x.bytes * pairs.keys[1] / max(keys, 1)) for x in (key, value)]
-    flops = 2.0 * (query.shape[-1] + value.shape[-1]) * count
-    return product_cost("attention", "float8_e4m3fn", (query, *parts), op.outputs, flops=flops, other_flops=count)
+    dims = op.tensor("query").shape[-1] + op.tensor("value").shape[-1]
+    return _attention_cost(op, op.tensors("query"), 2 * dims, dtype="float8_e4m3fn")
 
 
 @formula("nearpeak.attention_backward")
