@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import math
 import random
+import sys
 from typing import ClassVar
 
 import pytest
@@ -474,8 +475,9 @@ def test_a_fixed_model_can_be_copied_and_trained(faster):
 
 
 @pytest.fixture
-def world(tmp_path):
+def world(tmp_path, monkeypatch):
     """A process group of this process alone."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # which the group replaces, and does not put back
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()

@@ -216,6 +216,15 @@ def test_a_hook_for_errors_of_the_scripts_own_is_asked(write, capsys, monkeypatc
     assert capsys.readouterr().out == "own 3\n"
 
 
+def test_a_hook_for_errors_sees_no_frames_of_ours(write, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", lambda *error: sys.__excepthook__(*error))  # as torch.distributed's does
+    script = write("def step(): raise KeyError('inside')\ntry: step()\nexcept KeyError as e: raise ValueError from e\n")
+    assert profile_script(script, step="__main__:step", on="h200-sxm").exit_code == 1
+    error = capsys.readouterr().err
+    expected = subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
+    assert error[error.index("Traceback") :] == expected
+
+
 @pytest.mark.parametrize(("code", "expected"), [("'too bad'", 1), ("7", 7), ("None", 0), ("True", 1), ("-1", 255)])
 def test_an_exit_is_the_scripts_own(write, capsys, code, expected):
     ran = profile_script(write(f"import sys\nsys.exit({code})"), on="h200-sxm")

@@ -390,29 +390,34 @@ def report_exit(error: BaseException) -> int:
         print(error.code, file=sys.stderr)
         return 1
     interrupted = isinstance(error, KeyboardInterrupt)
+    _drop_own_frames(error, set())
     if sys.excepthook is not sys.__excepthook__:
-        sys.excepthook(type(error), error, _user_traceback(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
     elif not interrupted:  # the report follows instead
-        shown = traceback.TracebackException.from_exception(error)
-        _drop_own_frames(shown)
-        print("".join(shown.format()), end="", file=sys.stderr)
+        traceback.print_exception(error)
     return EXIT_INTERRUPTED if interrupted else 1
 
 
-def _user_traceback(frames: TracebackType | None) -> TracebackType | None:
-    while frames is not None and frames.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
-        frames = frames.tb_next
-    return frames
+def _drop_own_frames(error: BaseException | None, seen: set[int]) -> None:
+    """Removes the frames of this package from the traceback of an error, and from those of its causes.
 
-
-def _drop_own_frames(shown: traceback.TracebackException | None) -> None:
-    """Removes the frames of this package from a traceback and from those of its causes."""
-    while shown is not None:
-        frames = [frame for frame in shown.stack or () if not frame.filename.startswith(_PACKAGE_FOLDER)]
-        shown.stack = traceback.StackSummary.from_list(frames) if frames else None  # type: ignore[assignment]
-        if shown.__cause__ is not None:
-            _drop_own_frames(shown.__cause__)
-        shown = shown.__context__
+    From the error itself: whatever shows it, as the hook of torch.distributed does, takes them from there.
+    """
+    if error is None or id(error) in seen:
+        return
+    seen.add(id(error))
+    frames: list[TracebackType] = []
+    frame = error.__traceback__
+    while frame is not None:
+        if not frame.tb_frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+            frames.append(frame)
+        frame = frame.tb_next
+    kept: TracebackType | None = None
+    for frame in reversed(frames):
+        kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    error.__traceback__ = kept
+    _drop_own_frames(error.__cause__, seen)
+    _drop_own_frames(error.__context__, seen)
 
 
 class Watchdog:
