@@ -76,6 +76,13 @@ def test_mesh_of_all_ranks() -> None:
         check_mesh((2, 3), 4)
 
 
+def test_a_world_leaves_the_hook_for_errors_as_it_was() -> None:
+    before = sys.excepthook
+    with join("gloo"):
+        pass
+    assert sys.excepthook is before
+
+
 def test_world_of_one(monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     options = SweepOptions(sizes=(1024,), max_seconds=0.001)

@@ -153,6 +153,7 @@ def join(backend: str | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[W
     """This process as a rank of the job that torchrun started; a world of one where nothing did."""
     name, device = _backend_and_device(backend)
     wait = timedelta(seconds=timeout_s + BACKEND_GRACE_S)
+    hook = sys.excepthook  # a process group puts its rank before errors, and does not put the hook back
     try:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             distributed.init_process_group(name, timeout=wait)
@@ -175,6 +176,7 @@ def join(backend: str | None = None, timeout_s: float = TIMEOUT_S) -> Iterator[W
     finally:
         if world is None or not world.watchdog.has_failed:
             distributed.destroy_process_group()
+            sys.excepthook = hook
 
 
 def _join_text(backend: str, problem: str) -> str:
