@@ -30,7 +30,8 @@ def hang_in_dumps(folder: Path) -> list[str] | None:
         return None
     sizes = [rank for dump in dumps.values() for rank in _ranks_of_groups(dump)]
     world_size = 1 + max([*dumps, *sizes])
-    states = {rank: state_of(_entries(dump), line=_line_of_last(_entries(dump))) for rank, dump in dumps.items()}
+    entries = {rank: _entries(dump) for rank, dump in dumps.items()}
+    states = {rank: state_of(calls, line=_line_of_last(calls)) for rank, calls in entries.items()}
     lines = [f"Dumps of torch's flight recorder: {len(dumps)} of {world_size} ranks."]
     if not any(state.kind for state in states.values()):
         lines.append("No collective was under way in any of them.")
@@ -86,10 +87,6 @@ def _line_of_last(entries: list[dict[str, Any]]) -> str:
     return ""
 
 
-class _Mark:
-    """Where the items of a container begin on the stack."""
-
-
 def plain_pickle(content: bytes, path: Path | str = "dump") -> Any:
     """The data of a pickle that has only numbers, texts, lists, tuples and dictionaries; else FileProblem.
 
@@ -101,12 +98,14 @@ def plain_pickle(content: bytes, path: Path | str = "dump") -> Any:
     nearpeak.errors.FileProblem: dump: refused: a pickle with GLOBAL is not plain data.
     """
     stack: list[Any] = []
+    marks: list[int] = []
+    """Where the items of containers begin on the stack."""
     memo: dict[int, Any] = {}
     containers = 0
 
     def items() -> list[Any]:
-        start = max(index for index, item in enumerate(stack) if isinstance(item, _Mark))
-        found = stack[start + 1 :]
+        start = marks.pop()
+        found = stack[start:]
         del stack[start:]
         return found
 
@@ -120,7 +119,7 @@ def plain_pickle(content: bytes, path: Path | str = "dump") -> Any:
                 (result,) = stack
                 return result
             if name == "MARK":
-                stack.append(_Mark())
+                marks.append(len(stack))
             elif name in _CONSTANTS:
                 stack.append(_CONSTANTS[name])
             elif name in _VALUES:
