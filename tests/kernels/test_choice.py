@@ -16,7 +16,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 from nearpeak.kernels._runtime import choice, policy
 from nearpeak.kernels._runtime.choice import Chooser, choose, read_model
 from nearpeak.kernels._runtime.replay import ReplayCache
-from nearpeak.kernels.attention import backends, library
+from nearpeak.kernels.attention import backends
 from nearpeak.kernels.attention.reference import attention_backward, attention_forward
 from nearpeak.kernels.gemm import triton as gemm
 from nearpeak.kernels.norms import library as norms
@@ -180,7 +180,7 @@ def test_what_supports_says_of_a_choice(monkeypatch):
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Backends of torch are candidates for tensors on the CPU too."""
-    for module in (gemm, library, norms):
+    for module in (gemm, backends, norms):
         monkeypatch.setattr(module, "torch_runs_on", lambda device: True)
 
 

@@ -135,6 +135,11 @@ def rules() -> dict[str, Rule]:
     return _RULES
 
 
+def wastes_of(step: Step, name: str) -> Iterator[Waste]:
+    """What another rule sees in a step, for a rule that leaves this to it."""
+    return iter(rules()[name].look(step))
+
+
 def add_rules(path: str | Path) -> None:
     """Runs a Python file of the user's that defines rules with `nearpeak.rule`."""
     file = Path(path)

@@ -1,21 +1,38 @@
 """`analyze_job`: the ranks of a job side by side, its collectives, which rank is late, and why.
 
+`join_timelines` finds the collectives of ranks in each other: by process group and sequence number, and where a
+recording has none, by kind, size and order in the step. The clocks of one machine are one; those of several are aligned
+by the ends of collectives, which are together.
+
 A collective ends on all of its ranks at once, and begins when the last of them is there. So the time of a rank in it is
 a wait for the last rank to arrive, the transfer, and a tail. A rank is late if it comes last by more than ranks and
 steps scatter, and if it also did more of its own than the others did: that which it did more of is the cause. Where no
 one thing explains most of it, the cause cannot be told.
+
+`replay_job` runs the recorded steps again in a model, whole and with one cause removed. Each rank is a program of its
+own work, calls and waits. A collective begins when all of its ranks have called it and those before it in its group are
+done; a rank that waits for it goes on when it has ended. What is removed from a rank is set to what other ranks have in
+the same place. The replay of the unchanged job must take as long as the job did, or nothing is predicted.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
-from nearpeak.profiles.job import JobCollective, JobProfile, LateCause, LateRank, Pattern, RankParts, RankReport
-from nearpeak.profiles.job_replay import replay_job
-from nearpeak.profiles.rank_joins import JobTimelines, Join, join_timelines
-from nearpeak.profiles.rank_timeline import ACTIVITIES, Activity, RankStep
+from nearpeak.profiles.job import JobCollective, JobProfile, LateCause, LateRank, Pattern, RankParts, RankReport, WhatIf
+from nearpeak.profiles.rank_timeline import (
+    ACTIVITIES,
+    COMMUNICATION,
+    Activity,
+    RankCollective,
+    RankStep,
+    RankTimeline,
+    Segment,
+)
 from nearpeak.units import percent
 from nearpeak.units import seconds as seconds_text
 
@@ -32,6 +49,31 @@ _PREEMPTIBLE: tuple[Activity, ...] = ("ops", "garbage collection", "launching", 
 """Activities that take longer where other work has the processor; a sleep for input does not."""
 LOWER_CLOCK = 0.97
 MORE_WORK = 1.02
+_POINT_TO_POINT = ("send", "recv", "send_recv")
+MAX_CLOCK_SCATTER = 0.25
+"""Of a step: clocks that the ends of collectives align no better are not aligned."""
+TOLERANCE = 0.02
+"""Of the measured time: a replay that is further off predicts nothing."""
+_ACTIVITY_OF: Mapping[LateCause, Activity] = {
+    "slower kernels": "ops",
+    "lower clock": "ops",
+    "more work": "ops",
+    "input": "input",
+    "garbage collection": "garbage collection",
+    "python": "python",
+    "launching": "launching",
+}
+_CAUSE_NAMES: Mapping[LateCause, str] = {
+    "slower kernels": "slower kernels",
+    "lower clock": "lower clock",
+    "more work": "additional work",
+    "input": "input stall",
+    "garbage collection": "garbage collections",
+    "python": "Python",
+    "launching": "slow launches",
+}
+Work = Callable[[int, RankStep, int], float]
+"""The seconds of a rank's own work in a segment, by the index of the segment in its step."""
 
 
 def analyze_job(reports: Sequence[RankReport], world_size: int, *, notes: Sequence[str] = ()) -> JobProfile:
@@ -318,3 +360,357 @@ def _more_work(steps: Mapping[int, RankStep], others: Sequence[Mapping[int, Rank
                 found[name] = found.get(name, 0.0) + total.seconds * (1.0 - 1.0 / growth)
     per_step = sum(found.values()) / max(1, len(steps))
     return per_step, ", ".join(name.removeprefix("aten::") for name in sorted(found, key=lambda name: -found[name])[:2])
+
+
+class Join:
+    """A collective on all ranks: arrivals and ends on one clock, in seconds."""
+
+    __slots__ = ("arrivals", "ends", "facts", "key")
+
+    def __init__(self, key: tuple[object, ...], facts: RankCollective) -> None:
+        self.key, self.facts = key, facts
+        self.arrivals: dict[int, float] = {}
+        self.ends: dict[int, float] = {}
+
+    @property
+    def last_rank(self) -> int:
+        """The rank that arrived last."""
+        return max(self.arrivals, key=lambda rank: self.arrivals[rank])
+
+    @property
+    def start(self) -> float:
+        """When all were there."""
+        return max(self.arrivals.values())
+
+    @property
+    def end(self) -> float:
+        """When the first rank was done; not before all were there."""
+        return max(min(self.ends.values()), self.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTimelines:
+    """The timelines of a job on one clock, and its collectives in the order of their starts."""
+
+    timelines: Mapping[int, RankTimeline]
+    joins: tuple[Join, ...]
+    join_of: Mapping[tuple[int, int], int]
+    """The index of the join, by rank and index of the collective in its timeline."""
+    offsets: Mapping[int, float]
+    """What is added to the times of a rank."""
+    common: tuple[int, ...]
+    """The numbers of steps that all ranks have."""
+    matched: float
+    is_aligned: bool
+
+
+def join_timelines(timelines: Iterable[RankTimeline]) -> JobTimelines:
+    """Finds the collectives of ranks in each other, and aligns the clocks of the ranks."""
+    by_rank = {timeline.rank: timeline for timeline in timelines}
+    places: dict[tuple[object, ...], dict[int, int]] = {}
+    total = 0
+    for rank, timeline in by_rank.items():
+        ordinals: Counter[tuple[object, ...]] = Counter()
+        for index, item in enumerate(timeline.collectives):
+            if item.kind in _POINT_TO_POINT:
+                continue
+            total += 1
+            members: object = timeline.groups.get(item.group, item.group)
+            if item.sequence is not None:
+                key: tuple[object, ...] = (item.group, members, item.sequence, item.kind)
+            else:
+                place = (item.step, item.group, members, item.kind, item.bytes)
+                key = (*place, ordinals[place])
+                ordinals[place] += 1
+            places.setdefault(key, {})[rank] = index
+    whole = {key: ranks for key, ranks in places.items() if _is_whole(key, ranks, by_rank)}
+    offsets, is_aligned = _align_clocks(by_rank, whole.values())
+    joins = []
+    for key, ranks in whole.items():
+        first = next(iter(ranks))
+        join = Join(key, by_rank[first].collectives[ranks[first]])
+        for rank, index in ranks.items():
+            item, shift = by_rank[rank].collectives[index], by_rank[rank].origin_s + offsets[rank]
+            join.arrivals[rank], join.ends[rank] = item.called_s + shift, item.end_s + shift
+        joins.append((join, ranks))
+    joins.sort(key=lambda pair: pair[0].start)
+    common = (
+        set.intersection(*({step.number for step in line.steps} for line in by_rank.values())) if by_rank else set()
+    )
+    return JobTimelines(
+        timelines=by_rank,
+        joins=tuple(join for join, _ in joins),
+        join_of={(rank, index): number for number, (_, ranks) in enumerate(joins) for rank, index in ranks.items()},
+        offsets=offsets,
+        common=tuple(sorted(common)),
+        matched=sum(len(ranks) for _, ranks in joins) / total if total else 1.0,
+        is_aligned=is_aligned,
+    )
+
+
+def _is_whole(key: tuple[object, ...], ranks: Mapping[int, int], by_rank: Mapping[int, RankTimeline]) -> bool:
+    """Whether all ranks of its group that are here have a collective."""
+    members = next((part for part in key if isinstance(part, tuple)), None)
+    if members is None:
+        first = next(iter(ranks))
+        size = by_rank[first].collectives[ranks[first]].ranks
+        return len(ranks) == min(size or len(by_rank), len(by_rank)) and len(ranks) > 1
+    return len(ranks) > 1 and all(rank in ranks for rank in by_rank if rank in members)
+
+
+def _align_clocks(
+    by_rank: Mapping[int, RankTimeline], matched: Iterable[Mapping[int, int]]
+) -> tuple[dict[int, float], bool]:
+    """What to add to the times of each rank, and whether that puts all of them on one clock.
+
+    The clocks of one machine are one clock. Those of different ones are aligned by the ends of collectives, from one
+    rank to those that it shares collectives with.
+    """
+    offsets = dict.fromkeys(by_rank, 0.0)
+    hosts = {timeline.host for timeline in by_rank.values()}
+    if len(by_rank) < 2 or (len(hosts) == 1 and "" not in hosts):
+        return offsets, True
+    ends: dict[tuple[int, int], list[float]] = {}
+    for ranks in matched:
+        absolute = {
+            rank: by_rank[rank].collectives[index].end_s + by_rank[rank].origin_s for rank, index in ranks.items()
+        }
+        first = min(absolute)
+        for rank, end in absolute.items():
+            if rank != first:
+                ends.setdefault((first, rank), []).append(absolute[first] - end)
+    step_s = median([step.end_s - step.start_s for line in by_rank.values() for step in line.steps] or [0.0])
+    known = {min(by_rank)}
+    scatter = 0.0
+    is_new = True
+    while is_new:
+        is_new = False
+        for (first, rank), differences in ends.items():
+            for here, there, sign in ((first, rank, 1.0), (rank, first, -1.0)):
+                if here in known and there not in known:
+                    middle = median(differences)
+                    offsets[there] = offsets[here] + sign * middle
+                    scatter = max(scatter, median([abs(value - middle) for value in differences]))
+                    known.add(there)
+                    is_new = True
+    return offsets, len(known) == len(by_rank) and scatter <= MAX_CLOCK_SCATTER * step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReplay:
+    """What the replay tells."""
+
+    step_s: float | None = None
+    """The time of a step with nothing removed; None without a replay."""
+    what_ifs: tuple[WhatIf, ...] = ()
+    note: str = ""
+    """Why nothing is predicted."""
+
+
+def replay_job(joined: JobTimelines, late: Sequence[LateRank], wall_s: float) -> JobReplay:
+    """The step without each cause, and without all of them; `wall_s` is the time of a clean step."""
+    if len(joined.timelines) < 2 or not joined.joins or len(joined.common) < 2 or not joined.is_aligned:
+        return JobReplay()
+    model = _Model(joined)
+    measured = model.measured_s
+    base = model.run(lambda rank, step, index: _own(step.segments[index]))
+    if base is None:
+        return JobReplay(note="The job cannot be replayed: its ranks wait for collectives that not all of them called.")
+    if abs(base - measured) > TOLERANCE * measured:
+        return JobReplay(
+            step_s=base,
+            note=f"What a cause costs cannot be told: the replay of the unchanged job is "
+            f"{percent(abs(base - measured) / measured)} off.",
+        )
+    what_ifs = []
+
+    def add(what: str, work: Work) -> None:
+        without = model.run(work)
+        if without is not None:
+            saved = base - without
+            # A stall takes as long without the profiler as with it. What is larger than a clean step allows for was
+            # slower in the recorded steps, like everything in them.
+            left = wall_s - saved if wall_s - saved >= 0.5 * wall_s * without / base else wall_s * without / base
+            what_ifs.append(WhatIf(what=what, step_s=max(0.0, left), saved_s=wall_s - left))
+
+    removed: list[tuple[int, Activity]] = []
+    for item in late:
+        activity = _ACTIVITY_OF.get(item.cause)
+        if item.rank is not None and activity is not None:
+            removed.append((item.rank, activity))
+            add(f"rank {item.rank}'s {_CAUSE_NAMES[item.cause]}", model.without([(item.rank, activity)]))
+    if len(removed) > 1:
+        add("all of these", model.without(removed))
+    everything = [(rank, name) for rank in joined.timelines for name in ACTIVITIES if name != "communication"]
+    add("differences between the ranks", model.without(everything))
+    return JobReplay(step_s=base, what_ifs=tuple(what_ifs))
+
+
+def _own(segment: Segment) -> float:
+    """The seconds of a segment before its event; a wait is part of the model."""
+    return segment.own_s if segment.event == "wait" else sum(segment.seconds)
+
+
+class _Model:
+    def __init__(self, joined: JobTimelines) -> None:
+        self._joined = joined
+        common = set(joined.common)
+        self._steps = {
+            rank: [step for step in timeline.steps if step.number in common]
+            for rank, timeline in joined.timelines.items()
+        }
+        self._shift = {rank: timeline.origin_s + joined.offsets[rank] for rank, timeline in joined.timelines.items()}
+        self._first = min(steps[0].start_s + self._shift[rank] for rank, steps in self._steps.items())
+        called = {
+            number
+            for rank, steps in self._steps.items()
+            for step in steps
+            for segment in step.segments
+            if segment.event == "call" and segment.collective is not None
+            if (number := joined.join_of.get((rank, segment.collective))) is not None
+        }
+        self._called = called
+        self._service: dict[int, float] = {}
+        """Seconds that each collective took once it could begin."""
+        self._before: dict[int, int] = {}
+        """The collective before each one in its group, if it was still running when all ranks had called this one."""
+        last: dict[tuple[str, int], int] = {}
+        for number, join in enumerate(joined.joins):
+            lane = join.facts.group, join.facts.stream
+            start = join.start
+            if lane in last and joined.joins[last[lane]].end > start:
+                self._before[number] = last[lane]
+                start = joined.joins[last[lane]].end
+            last[lane] = number
+            self._service[number] = max(0.0, join.end - start)
+        self._medians: dict[tuple[int, int, int, str], float] = {}
+
+    @property
+    def measured_s(self) -> float:
+        """The time of a step: the mean over the steps of a rank, and over ranks."""
+        return self._mean({rank: steps[-1].end_s + self._shift[rank] for rank, steps in self._steps.items()})
+
+    def _mean(self, ends: Mapping[int, float]) -> float:
+        total = sum(end - self._steps[rank][0].start_s - self._shift[rank] for rank, end in ends.items())
+        return total / len(ends) / len(self._joined.common)
+
+    def run(self, work: Work) -> float | None:
+        """The time of a step with this work; None if ranks wait for each other for ever."""
+        joined = self._joined
+        clocks = {rank: steps[0].start_s + self._shift[rank] for rank, steps in self._steps.items()}
+        programs = {rank: self._program(rank) for rank in self._steps}
+        places = dict.fromkeys(programs, 0)
+        arrived: dict[int, float] = {}
+        waiting_for = {
+            number: sum(1 for rank in join.arrivals)
+            for number, join in enumerate(joined.joins)
+            if number in self._called
+        }
+        ends: dict[int, float] = {}
+
+        def end_of(number: int) -> float | None:
+            if number not in self._called:  # it was called before the first of these steps
+                return joined.joins[number].end
+            if number in ends:
+                return ends[number]
+            if waiting_for[number]:
+                return None
+            before = self._before.get(number)
+            start = arrived[number]
+            if before is not None:
+                earlier = end_of(before)
+                if earlier is None:
+                    return None
+                start = max(start, earlier)
+            ends[number] = start + self._service[number]
+            return ends[number]
+
+        moved = True
+        while moved:
+            moved = False
+            for rank, program in programs.items():
+                while places[rank] < len(program):
+                    step, index, gap_s = program[places[rank]]
+                    segment = step.segments[index]
+                    number = None if segment.collective is None else joined.join_of.get((rank, segment.collective))
+                    if segment.event == "wait" and number is not None:
+                        end = end_of(number)
+                        if end is None:
+                            break
+                        tail = max(0.0, joined.joins[number].ends[rank] - joined.joins[number].end) + segment.after_s
+                        clocks[rank] += work(rank, step, index)
+                        clocks[rank] = max(clocks[rank], end + tail) if end > clocks[rank] - tail else clocks[rank]
+                    else:
+                        clocks[rank] += work(rank, step, index) if segment.event != "wait" else sum(segment.seconds)
+                    if segment.event == "call" and number is not None:
+                        arrived[number] = max(arrived.get(number, clocks[rank]), clocks[rank])
+                        waiting_for[number] -= 1
+                    clocks[rank] += gap_s
+                    places[rank] += 1
+                    moved = True
+        if any(places[rank] < len(program) for rank, program in programs.items()):
+            return None
+        return self._mean(clocks)
+
+    def _program(self, rank: int) -> list[tuple[RankStep, int, float]]:
+        """The segments of a rank, each with the time until the next step if it is the last one of its step."""
+        steps = self._steps[rank]
+        gaps = [later.start_s - step.end_s for step, later in pairwise(steps)] + [0.0]
+        return [
+            (step, index, gap if index == len(step.segments) - 1 else 0.0)
+            for step, gap in zip(steps, gaps, strict=True)
+            for index in range(len(step.segments))
+        ]
+
+    def without(self, removed: Sequence[tuple[int, Activity]]) -> Work:
+        """The work with what ranks have more of in these activities than the others removed."""
+        places = {(rank, ACTIVITIES.index(name)) for rank, name in removed}
+
+        def work(rank: int, step: RankStep, index: int) -> float:
+            segment = step.segments[index]
+            seconds = list(segment.seconds)
+            for place in range(len(ACTIVITIES)):
+                if (rank, place) in places:
+                    seconds[place] = min(seconds[place], self._usual(rank, step, index, place))
+            return sum(seconds) - (seconds[COMMUNICATION] if segment.event == "wait" else 0.0)
+
+        return work
+
+    def _usual(self, rank: int, step: RankStep, index: int, place: int) -> float:
+        """The seconds of an activity in the same segment of other ranks; by share, where those have other segments."""
+        key = rank, step.number, index, ACTIVITIES[place]
+        if key not in self._medians:
+            others = [
+                other
+                for each, steps in self._steps.items()
+                if each != rank
+                for other in steps
+                if other.number == step.number
+            ]
+            events = [segment.event for segment in step.segments if segment.event != "wait"]
+            same = [
+                other
+                for other in others
+                if [segment.event for segment in other.segments if segment.event != "wait"] == events
+            ]
+            calls = sum(segment.event != "wait" for segment in step.segments[:index])
+            mine = _between_calls(step, calls, place)
+            if same:
+                theirs = median([_between_calls(other, calls, place) for other in same])
+            else:
+                total = sum(segment.seconds[place] for segment in step.segments)
+                usual = median([sum(segment.seconds[place] for segment in other.segments) for other in others])
+                theirs = mine * min(1.0, usual / total) if total > 0.0 else 0.0
+            share = min(1.0, theirs / mine) if mine > 0.0 else 1.0
+            self._medians[key] = step.segments[index].seconds[place] * share
+        return self._medians[key]
+
+
+def _between_calls(step: RankStep, calls: int, place: int) -> float:
+    """The seconds of an activity after so many calls of collectives, up to the next one."""
+    total, seen = 0.0, 0
+    for segment in step.segments:
+        if seen == calls:
+            total += segment.seconds[place]
+        seen += segment.event != "wait"
+    return total

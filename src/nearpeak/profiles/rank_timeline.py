@@ -2,7 +2,7 @@
 
 The time of a rank is cut at its collectives, into segments. A segment has the seconds of each activity, and ends where
 the rank calls a collective, or where it has waited for one. That is a program which a model can run again
-(`profiles/job_replay.py`): work, call, work, wait.
+(`profiles/job_analysis.py`): work, call, work, wait.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 import pytest
 
-from nearpeak.trace.kineto.typical_step import RecordedStep, typical_times
+from nearpeak.trace.kineto.read import RecordedStep, typical_times
 
 
 def recorded(*lengths, names=("mm", "add"), events=()):

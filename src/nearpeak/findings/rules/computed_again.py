@@ -2,6 +2,7 @@
 
 computed-twice: The same op runs on the same values more than once in the same pass: the first result could be reused.
 computed-every-step: Every step computes the same again, from inputs that do not change: the result could be kept.
+weight-copied: A weight is copied in every step into another layout or dtype before a GEMM.
 """
 
 from __future__ import annotations
@@ -11,13 +12,19 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.rules.weight_copied import copies_weight
-from nearpeak.findings.step import Step, is_source_line
+from nearpeak.findings.step import Step, is_source_line, shape_text
 from nearpeak.findings.value_numbering import ValueNumbers, number_values, reusable
-from nearpeak.ops.op import name_without_origin
+from nearpeak.ops.op import Op, name_without_origin
+from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.idle import CauseName, IdleCause
-from nearpeak.units import seconds
+from nearpeak.units import quantity, seconds
 
+_COPIES = ("aten.clone", "aten._to_copy", "aten.copy_")
+_PRODUCTS = ("matrix", "convolution", "attention")
+_WEIGHT_DIMENSIONS = 2
+"""The least number of dimensions of a weight; a bias has fewer."""
+_LEAST_ITEM_BYTES = 2
+"""Bytes of an element. Weights of fewer bytes are quantized to save memory."""
 _HOST_CAUSES: tuple[CauseName, ...] = ("host ops", "python", "synchronization")
 """Idle time that goes with the work at a line: of the host, and of the wait for a copy of its result."""
 
@@ -74,7 +81,7 @@ def computed_every_step(step: Step) -> Iterator[Waste]:
     same = reusable(numbers, same, first_stays=False)
     for piece in _pieces(step, numbers, same, alike=same):
         launched = [index for index in piece.ops if step.time(index)]
-        if launched and all(copies_weight(step, step.ops[index]) for index in launched):
+        if launched and all(_copies_weight(step, step.ops[index]) for index in launched):
             continue  # which has a rule of its own
         longest = max(piece.ops, key=lambda index: _weight(step, index))
         causes = _host_causes(step, piece.ops)
@@ -284,3 +291,66 @@ def _backward(step: Step, index: int, first: int) -> list[int]:
     if step.ops[first].source == op.source:  # of both ops; backward begins with the later one
         return ops[: len(ops) // 2]
     return ops
+
+
+@rule("weight-copied", needs=["storages"])
+def weight_copied(step: Step) -> Iterator[Waste]:
+    """Copies of parameters that GEMMs read; a cast is needed if the parameter is trained."""
+    trained = step.trains
+    for index, op in enumerate(step.ops):
+        if op.phase != "forward" or not _copies_weight(step, op):
+            continue
+        source, copy = _source_and_copy(op)
+        cast = source.dtype != copy.dtype
+        if trained and (cast or any(step.ops[reader].phase != "forward" for reader in step.flow.consumers[index])):
+            continue
+        products = [reader for reader in step.flow.consumers[index] if step.costs[reader].family in _PRODUCTS]
+        if not products or len(products) != len(step.flow.consumers[index]) or copy.storage in step.flow.results:
+            continue
+        took = step.time(index)
+        first = step.ops[products[0]]
+        changes = f"from {source.dtype} to {copy.dtype}" if cast else "into another order"
+        yield Waste(
+            title=f"A weight is copied {changes} in every step, before a product with it.",
+            op=index,
+            gains={index: took},
+            evidence=f"{op.packet} copies a parameter of {shape_text(source.shape)} {changes}: "
+            f"{quantity(step.bytes([index]), 'B')} in {seconds(took)}; {first.packet} at "
+            f"{first.source or 'a later op'} reads the copy.",
+            reasoning="The copy goes away; the product reads as many bytes as before.",
+            remedy=_weight_remedy(step, index, cast=cast),
+        )
+
+
+def _source_and_copy(op: Op) -> tuple[Tensor, Tensor]:
+    copy = op.outputs[0]
+    source = op.tensor("src") if op.packet == "aten.copy_" else op.tensor("self")
+    return source, copy
+
+
+def _copies_weight(step: Step, op: Op) -> bool:
+    """Whether a whole weight is copied, within one memory."""
+    if op.packet not in _COPIES:
+        return False
+    source, copy = _source_and_copy(op)
+    storage = step.trace.storages[source.storage]
+    if storage.kind != "parameter" or len(source.shape) < _WEIGHT_DIMENSIONS or source.storage == copy.storage:
+        return False
+    if not source.is_floating or source.item_bytes < _LEAST_ITEM_BYTES:
+        return False
+    if (source.storage in step.trace.on_host) != (copy.storage in step.trace.on_host):
+        return False  # it is offloaded to the host
+    return source.bytes >= storage.bytes and copy.elements == source.elements
+
+
+def _weight_remedy(step: Step, index: int, *, cast: bool) -> str:
+    source, copy = _source_and_copy(step.ops[index])
+    name = step.trace.storages[source.storage].name or "weight"
+    if cast:
+        return f"model.to(torch.{copy.dtype})  # once, before predicting: {name} is then stored as it is used"
+    if any(step.costs[reader].family == "convolution" for reader in step.flow.consumers[index]):
+        return f"model.to(memory_format=torch.channels_last)  # once: {name} is then stored in the order that is used"
+    return (
+        f"Multiply with the view of {name} (.t(), .mT or .permute(...)) without .contiguous(): products read either "
+        "order. Or store it once in the order that is used."
+    )

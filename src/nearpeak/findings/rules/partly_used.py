@@ -7,9 +7,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.engine import Waste, rule, wastes_of
 from nearpeak.findings.liveness import left_storages
-from nearpeak.findings.rules.logits_kept import logits_kept
 from nearpeak.findings.step import Step, shape_text
 from nearpeak.findings.what_if import seconds_by_size
 from nearpeak.ops.op import Op
@@ -42,7 +41,7 @@ def partly_used(step: Step) -> Iterator[Waste]:
         return
     paths = [_path(step, index) for index in range(len(step.ops))]
     remaining: set[int] = set(used)
-    products = {waste.op for waste in logits_kept(step)}  # that rule knows more about them
+    products = {waste.op for waste in wastes_of(step, "logits-kept")}  # that rule knows more about them
     for last in sorted(used, reverse=True):
         if last not in remaining or not _is_cut(step, last, used):
             continue

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.engine import Waste, rule, wastes_of
 from nearpeak.findings.loops import line_range
 from nearpeak.findings.regions import launches_removed
-from nearpeak.findings.rules.dense_embedding_gradient import dense_embedding_gradient
 from nearpeak.findings.step import Step
 from nearpeak.findings.updates import SINGLE_OPS, UPDATE_FAMILIES, is_parameter, is_scalar, updates
 from nearpeak.ops.op import SeenOptimizer
@@ -24,7 +23,7 @@ def unfused_optimizer(step: Step) -> Iterator[Waste]:
     """Optimizer steps whose ops move far more than one pass over parameters, gradients and states."""
     of_tables: dict[int, float] = {}
     """The time of ops that goes away if large tables get sparse gradients."""
-    for table in dense_embedding_gradient(step):
+    for table in wastes_of(step, "dense-embedding-gradient"):
         for index, gain in table.gains.items():
             of_tables[index] = of_tables.get(index, 0.0) + gain
     for members in updates(step):

@@ -1,8 +1,10 @@
 """The backends of attention, and which of them runs.
 
-"gluon" (`sm90`) and "triton" are this package's kernels, "cudnn" and "flash" torch's (`library`). Forward and backward
-passes choose on their own: what they exchange, the result and the log-sum-exp, is the same for all. Kernels for another
-vendor or architecture are one more name.
+"gluon" (`sm90`) and "triton" are this package's kernels. "cudnn" and "flash" are torch's, cuDNN's and FlashAttention-2,
+as `scaled_dot_product_attention` runs them; their backward passes add in no fixed order, and do not run inside of
+`torch.use_deterministic_algorithms(True)`. Forward and backward passes choose on their own: what they exchange, the
+result and the log-sum-exp, is the same for all. Results have the order of tokens and heads in memory that queries have.
+Kernels for another vendor or architecture are one more name.
 """
 
 from __future__ import annotations
@@ -14,12 +16,16 @@ import torch
 from torch import Tensor
 
 from nearpeak.kernels._runtime import gluon
-from nearpeak.kernels._runtime.choice import OF_TORCH, Chooser
-from nearpeak.kernels.attention import fp8_triton, library
+from nearpeak.kernels._runtime.choice import OF_TORCH, Chooser, torch_runs_on
+from nearpeak.kernels.attention import fp8_triton
 from nearpeak.kernels.attention.triton import AttentionProblem, Gradients
 
+_aten: Any = torch.ops.aten
 _MODULES = {"gluon": "nearpeak.kernels.attention.sm90", "triton": "nearpeak.kernels.attention.triton"}
 """Imported at the first call that may use it, as not every version of Triton has Gluon."""
+_TORCH_DTYPES = (torch.bfloat16, torch.float16)
+_HEAD_MULTIPLE = 8
+"""torch would pad other sizes of heads first."""
 FEATURES = {
     "heads": 0.5, "group": 0.5, "queries": 0.5, "keys": 0.5, "dim": 1.0, "value_dim": 1.0, "causal": 1.0, "window": 0.1,
     "packed": 1.0, "tokens_first": 1.0, "itemsize": 0.5,
@@ -33,7 +39,7 @@ _backward_chooser = Chooser("attention_backward", FEATURES)
 
 def candidates(problem: AttentionProblem, *, backward: bool = False) -> list[str]:
     """The backends that take a problem: torch's first, then this package's, the fastest first."""
-    names = library.supported(problem, backward=backward)
+    names = _torch_candidates(problem, backward=backward)
     if gluon.runs_on(problem.query.device) and import_module(_MODULES["gluon"]).takes(problem, backward=backward):
         names.append("gluon")
     return [*names, "triton"]
@@ -77,7 +83,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     problem = AttentionProblem(*arguments)
     name = choose(problem)
     if name in OF_TORCH:
-        return library.forward(name, problem)
+        return _torch_forward(name, problem)
     result: tuple[Tensor, Tensor] = import_module(_MODULES[name]).forward(problem)
     return result
 
@@ -115,8 +121,85 @@ def backward(
     problem = AttentionProblem(*inputs)
     name = choose(problem, backward=True, only_own=lse_gradient is not None)
     if name in OF_TORCH:
-        return library.backward(name, problem, gradient, result, lse, for_query, for_keys)
+        return _torch_backward(name, problem, gradient, result, lse, for_query, for_keys)
     gradients: Gradients = import_module(_MODULES[name]).backward(
         problem, gradient, lse_gradient, result, lse, for_query, for_keys, for_bias, for_sinks
     )
     return gradients
+
+
+def _torch_candidates(problem: AttentionProblem, *, backward: bool) -> list[str]:
+    """Which of "cudnn" and "flash" take a problem: plain scores, full or causal, of as many queries as keys."""
+    if not (
+        torch_runs_on(problem.query.device)
+        and problem.query.dtype in _TORCH_DTYPES
+        and problem.is_plain
+        and not problem.packed
+        and problem.sinks is None
+        and problem.seed is None
+        and problem.dropout == 0.0
+        and problem.left < 0
+        and (problem.right == -1 or (problem.right == 0 and problem.queries == problem.keys))
+        and problem.dim % _HEAD_MULTIPLE == 0
+        and problem.value_dim % _HEAD_MULTIPLE == 0
+        and 0 not in (problem.batches, problem.queries, problem.keys)
+        and all(map(_has_own_elements, (problem.query, problem.key, problem.value)))
+    ):
+        return []
+    if backward and torch.are_deterministic_algorithms_enabled():
+        return []
+    # what a backward pass supports may differ, and shows in whether the query requires a gradient
+    query = problem.query.detach().requires_grad_() if backward else problem.query
+    params = torch.backends.cuda.SDPAParams(
+        query, problem.key, problem.value, None, 0.0, problem.right == 0, problem.group > 1
+    )
+    backends = {
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+        "flash": torch.backends.cuda.can_use_flash_attention,
+    }
+    return [name for name, can_use in backends.items() if can_use(params)]
+
+
+def _has_own_elements(x: Tensor) -> bool:
+    """Whether each element has an address of its own."""
+    return all(stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+
+
+def _torch_forward(name: str, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
+    """The result, and the log-sum-exp of the scores in float32."""
+    inputs, causal = (problem.query, problem.key, problem.value), problem.right == 0
+    if name == "cudnn":
+        # no bias; with the log-sum-exp; no dropout; no mask for debugging
+        outputs = _aten._scaled_dot_product_cudnn_attention(
+            *inputs, None, True, 0.0, causal, False, scale=problem.scale
+        )
+    else:
+        outputs = _aten._scaled_dot_product_flash_attention(*inputs, 0.0, causal, False, scale=problem.scale)
+    return outputs[0], outputs[1].view(problem.batches, problem.heads, problem.queries)
+
+
+def _torch_backward(
+    name: str, problem: AttentionProblem, gradient: Tensor, result: Tensor, lse: Tensor, for_query: bool,
+    for_keys: bool,
+) -> Gradients:  # fmt: skip
+    """The gradients of query, key and value, which are computed together."""
+    if gradient.stride(-1) != 1 or not _has_own_elements(gradient):
+        gradient = gradient.contiguous()
+    inputs = (gradient, problem.query, problem.key, problem.value, result)
+    causal = problem.right == 0
+    unused = torch.empty(2, dtype=torch.int64, device=gradient.device)  # the state of dropout's random numbers
+    if name == "cudnn":
+        gradients = _aten._scaled_dot_product_cudnn_attention_backward(
+            *inputs, lse.contiguous().unsqueeze(-1), unused, unused, None, None, None, problem.queries, problem.keys,
+            0.0, causal, scale=problem.scale,
+        )  # fmt: skip
+    else:
+        gradients = _aten._scaled_dot_product_flash_attention_backward(
+            *inputs, lse.contiguous(), None, None, problem.queries, problem.keys, 0.0, causal, unused, unused,
+            scale=problem.scale,
+        )  # fmt: skip
+    by_query, by_key, by_value = gradients
+    empty = gradient.new_empty(0)
+    if not for_keys:
+        by_key = by_value = empty
+    return by_query if for_query else empty, by_key, by_value, empty, empty
