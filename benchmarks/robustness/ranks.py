@@ -1,8 +1,8 @@
 """Faults in ranks: are they found? And folders of traces: how fast are they read?
 
-    python -m benchmarks.robustness.ranks faults --runs 100      # injected faults of four kinds on 2 to 4 gloo ranks
-    python -m benchmarks.robustness.ranks clean --runs 20        # runs without a fault: nobody may be accused
-    python -m benchmarks.robustness.ranks what-if --runs 10      # the step without a delay, predicted and measured
+    python -m benchmarks.robustness.ranks faults --runs 100 --json F   # faults of four kinds on 2 to 4 gloo ranks
+    python -m benchmarks.robustness.ranks clean --runs 20              # without a fault: nobody may be accused
+    python -m benchmarks.robustness.ranks what-if --runs 10            # the step without a delay, also measured
     python -m benchmarks.robustness.ranks folder --ranks 256 --megabytes 20
 
 Each run is `torchrun -m nearpeak profile` of a small script with DistributedDataParallel on this machine.
@@ -13,14 +13,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+from benchmarks.robustness.programs import processor
 
 SCRIPT = """
 import os, torch, torch.distributed as dist
@@ -71,48 +78,76 @@ def draw(seed: int) -> tuple[int, int, int, int, str, float]:
     )
 
 
-def faults(arguments: argparse.Namespace) -> None:
-    """Counts right ranks and causes."""
-    rank_right = cause_right = cannot = done = 0
-    with tempfile.TemporaryDirectory() as name:
-        for seed in range(arguments.first, arguments.first + arguments.runs):
-            ranks, width, layers, rank, kind, amount = draw(seed)
-            late = run_job(Path(name), ranks, width, layers, f"rank={rank},{kind}={amount}ms")["late"]
-            found = [(item["rank"], item["cause"]) for item in late]
-            done += 1
-            rank_right += bool(found) and found[0][0] == rank
-            cause_right += bool(found) and found[0] == (rank, KINDS[kind])
-            cannot += not found or found[0][1] == "cannot tell"
-            print(f"{seed}: rank {rank} of {ranks}, {kind} {amount} ms -> {found}", flush=True)
-    print(f"{done} faults: right rank {rank_right}, right cause {cause_right}, cannot tell {cannot}")
+def faults(folder: Path, seed: int) -> dict[str, Any]:
+    """A fault in a rank, and who is named for it."""
+    ranks, width, layers, rank, kind, amount = draw(seed)
+    late = run_job(folder, ranks, width, layers, f"rank={rank},{kind}={amount}ms")["late"]
+    return {"ranks": ranks, "rank": rank, "fault": kind, "ms": amount, "named": _named(late)}
 
 
-def clean(arguments: argparse.Namespace) -> None:
-    """Counts accusations."""
-    accused = 0
-    with tempfile.TemporaryDirectory() as name:
-        for seed in range(arguments.first, arguments.first + arguments.runs):
-            ranks, width, layers, *_ = draw(seed)
-            late = run_job(Path(name), ranks, width, layers)["late"]
-            accused += bool(late)
-            print(f"{seed}: {ranks} ranks -> {[(item['rank'], item['cause']) for item in late]}", flush=True)
-    print(f"{arguments.runs} clean runs: {accused} with an accusation")
+def clean(folder: Path, seed: int) -> dict[str, Any]:
+    """A run without a fault, and who is named."""
+    ranks, width, layers, *_ = draw(seed)
+    return {"ranks": ranks, "named": _named(run_job(folder, ranks, width, layers)["late"])}
 
 
-def what_if(arguments: argparse.Namespace) -> None:
-    """The step without an injected delay, as predicted, beside a run without it."""
-    with tempfile.TemporaryDirectory() as name:
-        for seed in range(arguments.first, arguments.first + arguments.runs):
-            ranks, width, layers, rank, _, amount = draw(seed)
-            healthy = run_job(Path(name), ranks, width, layers)["wall_s"]
-            job = run_job(Path(name), ranks, width, layers, f"rank={rank},delay={amount}ms")
-            predicted = [item["step_s"] for item in job["what_ifs"] if item["what"].startswith(f"rank {rank}'s")]
-            error = f"{predicted[0] / healthy - 1:+.1%}" if predicted else "cannot tell"
-            print(
-                f"{seed}: {ranks} ranks, {amount} ms: {1e3 * job['wall_s']:.1f} ms, without "
-                f"{1e3 * healthy:.1f} ms, predicted {error}",
-                flush=True,
-            )
+def what_if(folder: Path, seed: int) -> dict[str, Any]:
+    """The step without an injected delay, as predicted, beside runs without it, before and after."""
+    ranks, width, layers, rank, _, amount = draw(seed)
+    before = run_job(folder, ranks, width, layers)["wall_s"]
+    job = run_job(folder, ranks, width, layers, f"rank={rank},delay={amount}ms")
+    after = run_job(folder, ranks, width, layers)["wall_s"]
+    predicted = [item["step_s"] for item in job["what_ifs"] if item["what"].startswith(f"rank {rank}'s")]
+    return {
+        "ranks": ranks,
+        "ms": amount,
+        "with_s": job["wall_s"],
+        "without_s": [before, after],
+        "predicted_s": predicted[0] if predicted else None,
+        "notes": job["notes"],
+    }
+
+
+RUNS = {"faults": faults, "clean": clean, "what-if": what_if}
+
+
+def write_result(path: Path, what: str, rows: Sequence[dict[str, Any]]) -> None:
+    """The rows, with the machine and the date, beside those of the other benchmarks in the file."""
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[what] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{processor()}, {os.cpu_count()} processors, Python {platform.python_version()}",
+        "torch": version("torch"),
+        "summary": summary(what, rows),
+        "rows": rows,
+    }
+    path.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def _named(late: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    return [[item["rank"], item["cause"]] for item in late]
+
+
+def summary(what: str, rows: Sequence[dict[str, Any]]) -> str:
+    """What the rows come to."""
+    if what == "clean":
+        return f"{len(rows)} clean runs: {sum(bool(row['named']) for row in rows)} with an accusation"
+    if what == "faults":
+        first = [row["named"][0] if row["named"] else [None, "cannot tell"] for row in rows]
+        pairs = list(zip(rows, first, strict=True))
+        rank = sum(named[0] == row["rank"] for row, named in pairs)
+        cause = sum(named == [row["rank"], KINDS[row["fault"]]] for row, named in pairs)
+        cannot = sum(named[1] == "cannot tell" for named in first)
+        return f"{len(rows)} faults: right rank {rank}, right cause {cause}, cannot tell {cannot}"
+    errors = [
+        abs(row["predicted_s"] / (sum(row["without_s"]) / 2) - 1) for row in rows if row["predicted_s"] is not None
+    ]
+    apart = [abs(row["without_s"][1] / row["without_s"][0] - 1) for row in rows]
+    within = sum(error <= 0.05 for error in errors)
+    return (
+        f"{len(rows)} delays: {within} predicted within 5 %, {len(rows) - len(errors)} cannot tell, median error "
+        f"{median(errors or [0.0]):.1%}; the two runs without it are {median(apart):.1%} apart in the median"
+    )
 
 
 def write_trace(path: Path, rank: int, ranks: int, megabytes: float, late_rank: int) -> None:
@@ -196,13 +231,24 @@ def folder(arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Runs one of the benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("faults", "clean", "what-if", "folder"))
+    parser.add_argument("what", choices=(*RUNS, "folder"))
     parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, default=0, help="of the first run; the others count from it")
+    parser.add_argument("--json", type=Path, help="write the results to this file, under the name of the benchmark")
     parser.add_argument("--ranks", type=int, default=256)
     parser.add_argument("--megabytes", type=float, default=20.0)
-    arguments = parser.parse_args()
-    {"faults": faults, "clean": clean, "what-if": what_if, "folder": folder}[arguments.what](arguments)
+    wanted = parser.parse_args()
+    if wanted.what == "folder":
+        folder(wanted)
+        return
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for seed in range(wanted.seed, wanted.seed + wanted.runs):
+            rows.append({"seed": seed, **RUNS[wanted.what](Path(name), seed)})
+            print(*(f"{key} {value}" for key, value in rows[-1].items()), sep=", ", flush=True)
+            if wanted.json:
+                write_result(wanted.json, wanted.what, rows)
+    print(summary(wanted.what, rows))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ FULL_COLLECTION_EVERY = 32
 """One use in so many ends with a full collection."""
 
 _uses = itertools.count(1)
+_somebody_freezes = False
+"""Whether the program had frozen objects when they were last counted, for which Python goes through all of them."""
 
 
 @contextmanager
@@ -22,6 +24,7 @@ def low_gc() -> Iterator[None]:
     with the default threshold of 700 this was a tenth of the time of a trace. What is made inside counts as old
     afterwards, since it stays: a collection at the end was a twentieth of the time.
     """
+    global _somebody_freezes
     before = gc.get_threshold()
     raised = 0 < before[0] < NEW_OBJECTS
     if raised:
@@ -31,9 +34,12 @@ def low_gc() -> Iterator[None]:
     finally:
         try:
             if raised:
-                if next(_uses) % FULL_COLLECTION_EVERY == 0:  # nothing else collects the old generation
+                collects = next(_uses) % FULL_COLLECTION_EVERY == 0
+                if collects or not _somebody_freezes:  # then there are few to count
+                    _somebody_freezes = gc.get_freeze_count() > 0
+                if collects:  # nothing else collects the old generation
                     gc.collect()
-                elif gc.get_freeze_count() == 0:
+                elif not _somebody_freezes:
                     gc.freeze()  # to the permanent generation and from there to the oldest, without a collection
                     gc.unfreeze()
         finally:  # also if Ctrl-C ends the collection
