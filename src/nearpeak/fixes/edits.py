@@ -58,7 +58,7 @@ class Edits:
             with defer_signals():
                 for place, layer in log:
                     place.add(layer)
-                self._log = log
+                    self._log.append((place, layer))
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Sets an attribute of this object alone: in its `__dict__`, past its class."""
@@ -94,7 +94,7 @@ class Edits:
         self.set_forward(module, with_globals(forward, functions))
 
     def do(self, change: Callable[[], Any], undo: Callable[[], Any]) -> None:
-        """Makes a change that is no attribute and no item, with what puts it back."""
+        """Makes a change that is no attribute and no item, with what puts it back, also where it was made in part."""
         self._put(_Call(change, undo), None)
 
     def _put(self, place: _Place, value: Any) -> None:
@@ -158,7 +158,11 @@ class _Call(_Place):
         return f"what {self._change!r} changed"
 
     def add(self, layer: _Layer) -> None:
-        self._change()
+        try:
+            self._change()
+        except BaseException:
+            self._undo()
+            raise
 
     def remove(self, layer: _Layer) -> bool:
         self._undo()

@@ -35,7 +35,7 @@ from nearpeak.devices.backends import backend_of, find_backend
 from nearpeak.devices.device import GpuBackend
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import NearpeakError, UsageError
-from nearpeak.fixes.arguments import ArgumentState
+from nearpeak.fixes.arguments import ArgumentState, preserve_module_state, undisturbed_stack
 from nearpeak.fixes.edits import MARK, Edits
 from nearpeak.fixes.record import AppliedFix, Errors, FixedSite, FixReport, FixStatus, Speed, read
 from nearpeak.fixes.registry import OPTIMIZER, Fix, ModelRun, Site, fixes, observe
@@ -58,6 +58,7 @@ from nearpeak.measure.options import Progress
 from nearpeak.measure.statistics import median, signed_rank_center
 from nearpeak.ops.op import Op
 from nearpeak.trace.cuda_ops.target import target_of
+from nearpeak.trace.interrupts import defer_signals
 from nearpeak.trace.trace import trace
 from nearpeak.units import seconds
 
@@ -95,7 +96,8 @@ class FixedModel:
     def undo(self) -> None:
         """Puts the same objects back; a second call does nothing."""
         while self._edits:
-            self._edits.pop().undo()
+            self._edits[-1].undo()
+            self._edits.pop()
 
     def __enter__(self) -> FixedModel:
         return self
@@ -173,7 +175,7 @@ def fix_from(
     """Applies what a certificate has kept, without measuring or verifying again.
 
     The model runs once on its batch, and a site is changed if it computes what the certificate says of it. UsageError
-    names the first site that is not there or computes something else, and nothing is changed.
+    names the first site that is not there, computes something else or cannot be replaced here, and nothing is changed.
     """
     report = certificate if isinstance(certificate, FixReport) else read(certificate)
     engine = _Engine(model, args, kwargs, optimizer, None, trains, lambda line: None)
@@ -190,8 +192,8 @@ def refuse_patched(model: nn.Module) -> None:
     for path, module in model.named_modules():
         own = vars(module).get("forward")
         where = f"the forward of {path or 'the model'} ({type(module).__name__})"
-        if own is not None:
-            function = getattr(own, "__func__", own)
+        function = getattr(own, "__func__", own)
+        if own is not None and function is not type(module).forward:  # which a fixed module has after it was pickled
             if getattr(function, MARK, False):
                 raise UsageError(f"nearpeak has fixed this model before: {where}. Call undo() of that result first.")
             raise UsageError(
@@ -286,7 +288,8 @@ class _Engine:
         if self.pending is not None:
             self.pending.undo()
         while self.kept:
-            self.kept.pop().edits.undo()
+            self.kept[-1].edits.undo()
+            self.kept.pop()
 
     def observe(self) -> ModelRun:
         """What the model shows as it is now."""
@@ -449,6 +452,9 @@ class _Engine:
                 except UsageError as error:
                     edits.undo(mark)
                     why = str(error)
+                except Exception as error:  # one site that fails must not end the others
+                    edits.undo(mark)
+                    why = f"it could not be changed: {run_error(error)}"
             skipped.append((site, why))
         return changed, skipped
 
@@ -535,7 +541,9 @@ class _Engine:
                 handle = call.module.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(handle.remove)
             if kinds:
-                with preserve_random_state(), self.state.restoring(), torch.set_grad_enabled(self.trains):
+                stack.enter_context(preserve_random_state())
+                stack.enter_context(preserve_module_state(self.model))
+                with self.state.restoring(), torch.set_grad_enabled(self.trains):
                     self.model(*self.args, **self.kwargs)
         return inputs
 
@@ -618,7 +626,8 @@ class _Engine:
         assert self.machine is not None
         key = tuple(each.id for each in (*(kept.fix for kept in self.kept), *tried))
         if key not in self.step_estimates:
-            self.step_estimates[key] = _estimate(self._step().run, (), {}, None, self.machine)
+            with preserve_module_state(self.model):
+                self.step_estimates[key] = _estimate(self._step().run, (), {}, None, self.machine)
         return self.step_estimates[key]
 
     def _measure(self) -> Speed:
@@ -681,8 +690,9 @@ class _Engine:
             wrong = "" if any(each.fix.changes_numerics for each in self.kept) else problem(errors)
             if not wrong:
                 return errors
-            last = self.kept.pop()
+            last = self.kept[-1]
             last.edits.undo()
+            self.kept.pop()
             self._roll_back(last.fix, f"wrong in the whole model: {wrong}")
         return []
 
@@ -718,6 +728,11 @@ class _Engine:
                     raise UsageError(
                         f"The certificate has {id} at {site.path or 'the model'} ({site.what}), and that {what} in "
                         "this model. Nothing was changed: fix it anew."
+                    )
+                if here.skip:
+                    raise UsageError(
+                        f"The certificate has {id} at {site.path or 'the model'} ({site.what}), which cannot be "
+                        f"replaced here: {here.skip}. Nothing was changed: fix it anew."
                     )
                 here.change(edits)
 
@@ -880,11 +895,10 @@ class _Step:
     @contextmanager
     def ready(self) -> Iterator[None]:
         """Inside, steps may run; afterwards weights, gradients and the optimizer's state are as before."""
-        with ExitStack() as stack:
+        with undisturbed_stack() as stack:
             stack.enter_context(preserve_random_state())
             stack.enter_context(_preserve_gradients(self._parameters))
-            buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-            stack.callback(_restore, buffers)
+            stack.enter_context(preserve_module_state(self._model))
             stack.callback(self.state.restore)
             if self._optimizer is not None:
                 stack.enter_context(preserve_optimizer(self._optimizer))
@@ -920,30 +934,37 @@ def _preserve_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     try:
         yield
     finally:
-        for parameter, gradient in zip(parameters, before, strict=True):
-            parameter.grad = gradient
+        with defer_signals():
+            for parameter, gradient in zip(parameters, before, strict=True):
+                parameter.grad = gradient
 
 
 @contextmanager
 def preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """At the end, the parameters of an optimizer and its state are as before, in the same tensors."""
+    """At the end, the parameters of an optimizer, its state and its options are as before, in the same tensors."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     state = {parameter: dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state}
     tensors = [
         *parameters,
         *(each for values in state.values() for each in values.values() if isinstance(each, Tensor)),
     ]
+    groups = [(group, dict(group)) for group in optimizer.param_groups]
+    tensors += [each for _, options in groups for each in options.values() if isinstance(each, Tensor)]
     copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
     finally:
-        for parameter in parameters:
-            if parameter in state:  # the same dictionary, with what it held
-                optimizer.state[parameter].clear()
-                optimizer.state[parameter].update(state[parameter])
-            else:
-                optimizer.state.pop(parameter, None)
-        _restore(copies)
+        with defer_signals():
+            for group, options in groups:
+                group.clear()
+                group.update(options)
+            for parameter in parameters:
+                if parameter in state:  # the same dictionary, with what it held
+                    optimizer.state[parameter].clear()
+                    optimizer.state[parameter].update(state[parameter])
+                else:
+                    optimizer.state.pop(parameter, None)
+            _restore(copies)
 
 
 @torch.no_grad()

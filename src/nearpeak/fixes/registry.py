@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import UsageError, did_you_mean
+from nearpeak.fixes.arguments import preserve_module_state
 from nearpeak.fixes.edits import Edits, code_objects
 
 OPTIMIZER = "optimizer"
@@ -270,12 +271,13 @@ def observe(
 ) -> ModelRun:
     """Runs the model once on its batch and writes down what every module of it was given and which operators it ran.
 
-    Random states and buffers are as before afterwards. Memory is that of a forward pass: the tensors are not kept.
+    Random states, buffers and attributes of modules are as before afterwards. Memory is that of a forward pass: the
+    tensors are not kept.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     observer = _Observer(model, mode)
     edits = Edits()
-    with preserve_random_state(), preserve_buffers(model), torch.compiler.set_stance("force_eager"):
+    with preserve_random_state(), preserve_module_state(model), torch.compiler.set_stance("force_eager"):
         try:
             for path, module in model.named_modules():
                 edits.set(module, "forward", observer.wrap(path, module))
@@ -294,18 +296,6 @@ def observe(
         finally:
             edits.undo()
     return run
-
-
-@contextmanager
-def preserve_buffers(model: nn.Module) -> Iterator[None]:
-    """At the end, the buffers of a model have the values that they had: running statistics, counters, caches."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
 
 
 class _Observer(TorchDispatchMode):

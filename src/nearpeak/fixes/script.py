@@ -118,6 +118,9 @@ class _ProgramWatch:
         self._depth = 0
         self._search = ExitStack()
         self._hooks = ExitStack()
+        """Those of the model."""
+        self._step_hook = ExitStack()
+        """It is not removed in a step, where torch goes through the hooks: others may follow it."""
         self._candidates: dict[int, nn.Module] = {}
         self._without_gradients: dict[int, int] = {}
         self._model: nn.Module | None = None
@@ -129,7 +132,7 @@ class _ProgramWatch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, a program is watched."""
-        with self._search, self._hooks:
+        with self._search, self._hooks, self._step_hook:
             self._enter()
             yield
 
@@ -141,7 +144,7 @@ class _ProgramWatch:
     def _enter(self) -> None:
         self._search.enter_context(watch_module_calls(self._before, self._after))
         handle = register_optimizer_step_post_hook(self._stepped)
-        self._hooks.callback(handle.remove)
+        self._step_hook.callback(handle.remove)
 
     def why_not(self, name: str) -> str:
         """Why nothing was fixed; "" if it was."""

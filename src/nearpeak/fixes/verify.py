@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import UsageError, message_of
+from nearpeak.fixes.arguments import preserve_module_state, undisturbed_stack
 from nearpeak.fixes.record import Errors
-from nearpeak.fixes.registry import preserve_buffers
 from nearpeak.measure.statistics import median
+from nearpeak.trace.interrupts import defer_signals
 
 OUTPUT_FACTOR = 1.5
 """Rounding errors of large tensors vary little: another order of the same additions does not reach this."""
@@ -109,13 +110,13 @@ def run(
 ) -> Results:
     """Outputs of a module and gradients of its parameters and inputs, from a scalar or from drawn cotangents.
 
-    Random numbers are those of the seed, `grad` of the parameters is not touched, and the mode, the buffers and the
-    random states are as before. `width` widens everything, for a reference.
+    Random numbers are those of the seed, `grad` of the parameters is not touched, and the mode, buffers and attributes
+    of modules and the random states are as before. `width` widens everything, for a reference.
     """
     args, kwargs = _own_inputs(inputs, width)
-    with ExitStack() as stack:
+    with undisturbed_stack() as stack:
         stack.enter_context(preserve_random_state())
-        stack.enter_context(preserve_buffers(module))
+        stack.enter_context(preserve_module_state(module))
         stack.enter_context(in_mode(module, inputs.training))
         stack.enter_context(Widened(width) if width is not None else nullcontext())
         if inputs.autocast and width is None:
@@ -172,8 +173,9 @@ def in_mode(module: nn.Module, training: bool | None) -> Iterator[None]:
             module.train(training)
         yield
     finally:
-        for part, was in before:
-            part.training = was
+        with defer_signals():
+            for part, was in before:
+                part.training = was
 
 
 def floating(tree: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ import inspect
 import itertools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, fx, nn
 
 from nearpeak import kernels
 from nearpeak.errors import UsageError
+from nearpeak.fixes.arguments import version_of
 from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.patterns.blocks import confirm_rewrite, draw_arguments
 from nearpeak.fixes.patterns.confirm import Draws, Memo, agree, bare_copy, has_hooks
@@ -203,8 +205,9 @@ class WrittenAttention:
             query, key, scale, masks = match
             with graph.inserting_before(node):
                 module = graph.get_attr(dropped) if dropped else None
+                buffers = tuple(_buffers_of(masks)) if self.causal_up_to else ()
                 new = graph.call_function(
-                    attend, (query, key, value, scale, tuple(masks), self.causal_up_to, dropout, module)
+                    attend, (query, key, value, scale, tuple(masks), self.causal_up_to, dropout, module, buffers)
                 )
             node.replace_all_uses_with(new)
             _erase(graph, node)
@@ -296,7 +299,7 @@ class _Probe:
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, scales: Sequence[tuple[str, Any]], masks: Sequence[tuple[str, Any, Any]],
-    causal_up_to: int, dropout: float, module: nn.Dropout | None,
+    causal_up_to: int, dropout: float, module: nn.Dropout | None, buffers: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """Attention as one op: that of `nearpeak.kernels` where it runs, torch's elsewhere."""
     if _Probe.masks is not None:
@@ -307,7 +310,7 @@ def _attend(
         scale = scale * float(number) if name == "mul" else scale / float(number)
     if module is not None:
         dropout = module.p if module.training else 0.0
-    causal = query.shape[-2] == key.shape[-2] <= causal_up_to
+    causal = query.shape[-2] == key.shape[-2] <= causal_up_to and _are_causal(masks, buffers, query.shape[-2])
     bias = None if causal else _bias(masks, query.dtype, query.device)
     return kernels.scaled_dot_product_attention(
         query, key, value, attn_mask=bias, dropout_p=dropout, is_causal=causal, scale=scale
@@ -315,6 +318,40 @@ def _attend(
 
 
 attend = traceable(_attend)
+
+
+_SEEN: dict[tuple[Any, ...], tuple[bool, list[weakref.ref[Tensor]]]] = {}
+_MOST_SEEN = 1000
+
+
+def _are_causal(masks: Sequence[tuple[str, Any, Any]], buffers: Sequence[Tensor], tokens: int) -> bool:
+    """Whether masks are still causal ones: looked at once for each value of the buffers that they are made of."""
+    if any(type(each) not in (Tensor, nn.Parameter) for each in buffers):  # of a trace, which has no values
+        return True
+    if not buffers:
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    key = (tokens, *((id(each), version_of(each), each.data_ptr()) for each in buffers))
+    known = _SEEN.get(key)
+    if known is None or any(ref() is not each for ref, each in zip(known[1], buffers, strict=True)):
+        if len(_SEEN) >= _MOST_SEEN:
+            _SEEN.clear()
+        mask = _bias(masks, torch.float32, buffers[0].device)
+        known = _SEEN[key] = _causal_size(mask) == tokens, [weakref.ref(each) for each in buffers]
+    return known[0]
+
+
+def _buffers_of(masks: Sequence[tuple[str, Any, Any]]) -> Iterator[fx.Node]:
+    """The nodes of the module's tensors that masks are made of."""
+    nodes = [mask for _, mask, _ in masks if isinstance(mask, fx.Node)]
+    found: dict[fx.Node, None] = {}
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found[node] = None
+            nodes += node.all_input_nodes
+    return (node for node in found if node.op == "get_attr")
 
 
 def _bias(masks: Sequence[tuple[str, Any, Any]], dtype: torch.dtype, device: torch.device) -> Tensor | None:

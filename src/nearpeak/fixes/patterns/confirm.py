@@ -7,6 +7,7 @@ the candidate on the same inputs, and compares results and gradients.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nearpeak.errors import UsageError
+from nearpeak.fixes.arguments import MODULE_INTERNALS, attributes_held_by, is_plain
 
 TOLERANCE = {torch.float64: 2e-5, torch.float32: 2e-3, torch.bfloat16: 3e-2}
 """Of the largest result: code that computes in float32 whatever its input is as far away from float64."""
@@ -40,18 +42,42 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def plain_attributes(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The settings of a module: its attributes that are numbers, texts, or tuples of these; not whether it trains."""
-    return tuple(
-        (name, value)
-        for name, value in vars(module).items()
-        if name != "training"
-        and not name.startswith("_")
-        and (isinstance(value, (bool, int, float, str, torch.dtype)) or value is None or _is_plain_tuple(value))
-    )
+    """The settings of a module: its attributes that are numbers, texts, or lists of these, and those of objects that it
+    holds, such as a configuration, as "config.scale"; not whether it trains."""
+    own = _own_attributes(module)
+    settings = _plain_items(own)
+    for name, value in own.items():
+        held = attributes_held_by(value)
+        settings += [] if held is None else [(f"{name}.{key}", inner) for key, inner in _plain_items(held)]
+    return tuple(settings)
 
 
-def _is_plain_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, (bool, int, float, str)) for item in value)
+def _own_attributes(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in MODULE_INTERNALS}
+
+
+def _plain_items(attributes: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    constants = ((name, _constant(value)) for name, value in attributes.items())
+    return [(name, value) for name, value in constants if value is not _NO_CONSTANT]
+
+
+_NO_CONSTANT: Any = object()
+
+
+def _constant(value: Any) -> Any:
+    """A value that decides what runs, as it is now."""
+    if is_plain(value):
+        return value
+    if isinstance(value, (tuple, list, set)) and all(map(is_plain, value)):
+        return tuple(value)
+    return _NO_CONSTANT
+
+
+def _is_constant(value: Any, constant: Any) -> bool:
+    if value is constant:
+        return True
+    now = _constant(value)
+    return type(now) is type(constant) and bool(now == constant)
 
 
 def kind_of(module: nn.Module, *extra: Any) -> tuple[Any, ...]:
@@ -82,18 +108,51 @@ class Settings:
     """Whether a module has the settings that it had when it was recognized."""
 
     def __init__(self, module: nn.Module, bypassed: Sequence[str] = ()) -> None:
-        self._attributes = plain_attributes(module)
-        self._children = tuple((name, type(module.get_submodule(name))) for name in bypassed)
+        self._own = _Constants(module)
+        children = ((name, module.get_submodule(name)) for name in bypassed)
+        self._children = [(name, type(child), current_forward(child), _Constants(child)) for name, child in children]
 
     def hold(self, module: nn.Module) -> bool:
-        """`bypassed` children are not called any more, so they must not have got hooks or another class since."""
-        own = module.__dict__
-        for name, value in self._attributes:
-            if own.get(name) != value:
-                return False
-        for name, kind in self._children:
+        """`bypassed` children are not called any more, so they must not have got hooks, other settings or other code
+        since."""
+        if not self._own.hold(module):
+            return False
+        for name, kind, forward, constants in self._children:
             child = module.get_submodule(name)
-            if type(child) is not kind or child._forward_hooks or child._forward_pre_hooks:
+            if type(child) is not kind or has_hooks(child) or not constants.hold(child):
+                return False
+            own = vars(child).get("forward")
+            if own is not None and getattr(own, "__func__", own) is not forward:
+                return False
+        return True
+
+
+def _constants_of(attributes: Mapping[Any, Any]) -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
+    """All settings, and those that can change while the object stays the same."""
+    constants = _plain_items(attributes)
+    return constants, [each for each in constants if isinstance(attributes[each[0]], (list, set))]
+
+
+class _Constants:
+    """The settings of one module, as they are when this is made."""
+
+    def __init__(self, module: nn.Module) -> None:
+        own = _own_attributes(module)
+        self._own = _plain_items(own)
+        held = ((name, attributes_held_by(value)) for name, value in own.items())
+        self._held = [(name, list(each.values()), *_constants_of(each)) for name, each in held if each is not None]
+
+    def hold(self, module: nn.Module) -> bool:
+        own = vars(module)
+        if not all(_is_constant(own.get(name, _NO_CONSTANT), value) for name, value in self._own):
+            return False
+        for name, values, constants, lists in self._held:
+            held = attributes_held_by(own.get(name))
+            if held is None:
+                return False
+            if len(held) == len(values) and all(map(operator.is_, held.values(), values)):
+                constants = lists  # the usual case, quickly
+            if not all(_is_constant(held.get(key, _NO_CONSTANT), value) for key, value in constants):
                 return False
         return True
 
@@ -139,7 +198,9 @@ def bare_copy(
         stand_ins: Modules to take in the place of children, by path.
     """
     copy = object.__new__(type(module))
-    state = dict(vars(module))
+    state = {
+        name: value.copy() if isinstance(value, (list, dict, set)) else value for name, value in vars(module).items()
+    }
     for name in state:
         if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")):
             state[name] = OrderedDict()

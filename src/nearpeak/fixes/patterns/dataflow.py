@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 
 from nearpeak.errors import UsageError
+from nearpeak.fixes.arguments import ModuleState, attributes_held_by
 from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.patterns.confirm import Forward, Settings, current_forward
 from nearpeak.fixes.registry import ModelRun, ModuleCall
@@ -136,6 +137,16 @@ def child_name(call: ModuleCall, child: ModuleCall) -> str:
     return child.path[len(call.path) + 1 if call.path else 0 :]
 
 
+def _modes() -> tuple[Any, ...]:
+    """What decides how ops run and is no part of a graph."""
+    autocast = [(torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    # a block that changes nothing here may change something elsewhere
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, hooks, depth
+
+
 class _OwnTracer(fx.Tracer):
     """Traces one forward: its children are nodes, arguments that are no settings are placeholders."""
 
@@ -144,12 +155,15 @@ class _OwnTracer(fx.Tracer):
     def __init__(self, own: OwnForward) -> None:
         super().__init__()
         self._own = own
+        self._modes = _modes()
         self.inputs: list[int | str] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return True
 
     def create_proxy(self, kind: Any, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> fx.Proxy:
+        if _modes() != self._modes:
+            raise UsageError("a part of it runs in another mode, such as without gradients or as a checkpoint")
         proxy: fx.Proxy = super().create_proxy(kind, target, args, kwargs, *rest, **options)
         try:
             proxy.node.meta["val"] = self._value(proxy.node)
@@ -180,6 +194,8 @@ class _OwnTracer(fx.Tracer):
         """A tensor that was split, or a shape, has as many parts as in the call."""
         value = obj.node.meta.get("val")
         if isinstance(value, (tuple, list)):
+            if _may_have_other_count(obj.node):
+                raise UsageError("it goes through the parts of a tensor, of which there may be another number")
             return iter([obj[index] for index in range(len(value))])
         return super().iter(obj)
 
@@ -196,6 +212,30 @@ class _OwnTracer(fx.Tracer):
         args = [proxy(index, value) for index, value in enumerate(self._own.args)]
         kwargs = {name: proxy(name, value) for name, value in self._own.kwargs.items()}
         return (lambda: root_fn(self.root, *args, **kwargs)), []
+
+
+def _may_have_other_count(node: fx.Node) -> bool:
+    """Whether another batch may have another number of parts. Rows of a module have the same size in all batches."""
+    if op_name(node) not in ("split", "unbind", "tensor_split"):
+        return False
+    given = tensor_of(node.args[0])
+    is_unbind = op_name(node) == "unbind"
+    if not is_unbind and isinstance(argument(node, 1, "split_size"), (list, tuple)):
+        return False
+    dim = argument(node, 1 if is_unbind else 2, "dim", 0)
+    return given is None or dim not in (-1, given.dim() - 1)
+
+
+def form_of(value: Any, depth: int = 2) -> Any:
+    """What code that is traced takes as given of an argument: which parts it has, which are tensors, which are None."""
+    if isinstance(value, (Tensor, fx.Proxy)):  # a proxy if it is traced again
+        return Tensor
+    if depth and isinstance(value, (tuple, list)):
+        return type(value), *(form_of(item, depth - 1) for item in value)
+    held = attributes_held_by(value) if depth else None
+    if held is None:
+        return type(value)
+    return type(value), *((name, form_of(item, 0)) for name, item in held.items())
 
 
 def is_setting(value: Any) -> bool:
@@ -221,12 +261,20 @@ def trace_forward(own: OwnForward, training: bool) -> OwnGraph:
     )
     clone.__dict__ = {name: value for name, value in vars(module).items() if name != "forward"}
     clone.__dict__["training"] = training
-    tracer = _OwnTracer(own)
+    before, state = {**clone.__dict__}, ModuleState(module, values=False)
     try:
-        graph = tracer.trace(clone)
+        with torch.enable_grad():
+            tracer = _OwnTracer(own)
+            graph = tracer.trace(clone)
     except Exception as error:  # code of the user's, which may do anything with what is no tensor
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"its forward cannot be traced: {reason}") from None
+    finally:
+        is_same = state.is_same
+        state.restore()
+    now = clone.__dict__
+    if not is_same or len(now) != len(before) or any(now.get(name) is not value for name, value in before.items()):
+        raise UsageError("its forward changes attributes of modules, which a graph has not")
     return OwnGraph(graph=graph, inputs=tracer.inputs)
 
 
@@ -277,18 +325,13 @@ def rewritten_forward(own: OwnForward, rewrite: RewriteGraph) -> tuple[Forward, 
     count, names = len(own.args), frozenset(own.kwargs)
     example = given_arguments(own.args, own.kwargs)
     constants = [(key, value) for key, value in example.items() if is_setting(value)]
-    kinds = [
-        (key, Tensor if isinstance(value, Tensor) else type(value))
-        for key, value in example.items()
-        if not is_setting(value)
-    ]
+    forms = [(key, form_of(value)) for key, value in example.items() if not is_setting(value)]
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if len(args) == count and kwargs.keys() == names and settings.hold(self):
             given = given_arguments(args, kwargs)
             if all(type(given[key]) is type(value) and given[key] == value for key, value in constants) and all(
-                isinstance(given[key], (kind, fx.Proxy))
-                for key, kind in kinds  # a proxy if it is traced again
+                isinstance(given[key], fx.Proxy) or form_of(given[key]) == form for key, form in forms
             ):
                 return functions[self.training](self, *[given[key] for key in inputs])
         return original(self, *args, **kwargs)

@@ -8,6 +8,8 @@ alone. `CallGraphs` looks at a call before it records it, and runs everything el
 
 from __future__ import annotations
 
+import itertools
+import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from nearpeak.errors import message_of
-from nearpeak.fixes.arguments import ArgumentState, is_plain, leaves_of
+from nearpeak.fixes.arguments import ArgumentState, attributes_held_by, is_plain, leaves_of
 from nearpeak.fixes.edits import Edits
-from nearpeak.fixes.patterns.confirm import Forward, current_forward, has_hooks, plain_attributes
+from nearpeak.fixes.patterns.confirm import Forward, Settings, current_forward, has_hooks, plain_attributes
 from nearpeak.fixes.registry import ModelRun, Site, fix
 
 FEWEST_OPERATORS = 20
@@ -198,7 +200,8 @@ class _CallGraph:
 
 
 class _ModelState:
-    """What a graph has of a model: the memory of its parameters and buffers, its code, and that there are no hooks."""
+    """What a graph has of a model: its modules with their settings, the memory of parameters and buffers, its code, and
+    that there are no hooks."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tensors = [
@@ -208,17 +211,41 @@ class _ModelState:
             for name, tensor in owner.items()
             if tensor is not None
         ]
-        self._modules = [(vars(module), vars(module).get("forward")) for module in model.modules()]
+        self._modules = [
+            (module, vars(module).get("forward"), list(module._modules.values()), Settings(module))
+            for module in model.modules()
+        ]
+        self._dictionaries: list[dict[Any, Any]] = []
+        """The attributes of modules and of what these hold."""
+        self._objects: list[Any] = []
+        """What the dictionaries had when all was found to be the same."""
 
     def holds(self) -> bool:
-        for own, forward in self._modules:
-            if own.get("forward") is not forward or own["training"]:
+        now = self._all_objects()
+        if not now or len(now) != len(self._objects) or not all(map(operator.is_, now, self._objects)):
+            if not self._is_same():
                 return False
-            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
-                return False
+            own = [vars(module) for module, *_ in self._modules]
+            held = (attributes_held_by(value) for each in own for value in each.values())
+            self._dictionaries = [*own, *{id(each): each for each in held if each is not None}.values()]
+            self._objects = self._all_objects()
         return all(
             owner.get(name) is tensor and tensor.data_ptr() == pointer for owner, name, tensor, pointer in self._tensors
         )
+
+    def _all_objects(self) -> list[Any]:
+        return [*itertools.chain.from_iterable(map(dict.values, self._dictionaries))]
+
+    def _is_same(self) -> bool:
+        for module, forward, children, settings in self._modules:
+            own, now = vars(module), list(module._modules.values())
+            if own.get("forward") is not forward or own["training"] or not settings.hold(module):
+                return False
+            if own["_forward_hooks"] or own["_forward_pre_hooks"]:
+                return False
+            if len(now) != len(children) or not all(map(operator.is_, now, children)):
+                return False
+        return True
 
 
 def _form_of(leaves: Sequence[Any], kwargs: dict[str, Any]) -> Any:

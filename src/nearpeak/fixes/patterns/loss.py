@@ -8,21 +8,25 @@ states. Everything else gets the logits as the layer would have returned them, c
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
 from nearpeak import kernels
 from nearpeak.devices.process_state import preserve_random_state
+from nearpeak.fixes.arguments import preserve_module_state, version_of
 from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.patterns.confirm import Draws, Forward, Memo, Settings, agree, bare_copy, current_forward, kind_of
-from nearpeak.fixes.registry import ModelRun, ModuleCall, Site, fix, preserve_buffers
+from nearpeak.fixes.registry import ModelRun, ModuleCall, Site, fix
 from nearpeak.kernels._runtime.policy import autocast, autocast_dtype
 
 _FEWEST_CLASSES = 32
@@ -31,7 +35,7 @@ _LINEARS = Memo()
 RowFunction = Callable[[Tensor], Tensor]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class _Layer:
     """One call of the linear layer."""
 
@@ -41,15 +45,67 @@ class _Layer:
     records: bool
     """Whether gradients were recorded when it was called."""
     losses: list[str]
-    """Gets a word for each loss that was computed from the hidden states."""
+    """Gets a word for the first loss that was computed from the hidden states."""
     logits: Tensor | None = None
+    versions: list[Any] = field(default_factory=list)
+    """What shows whether the inputs are those of the call."""
+
+    def __post_init__(self) -> None:
+        self.versions = self._versions()
+        if self.records:
+            _watch_optimizers(self)
+
+    def _versions(self) -> list[Any]:
+        tensors = (each for each in (self.hidden, self.weight, self.bias) if each is not None)
+        return [(version_of(each), each.data_ptr()) for each in tensors]
+
+    def keep_weights(self) -> None:
+        """The weights are about to change: from now on the layer has copies of its own."""
+        self.check()
+        self.weight = self.weight.detach().clone()
+        self.bias = None if self.bias is None else self.bias.detach().clone()
+        self.versions = self._versions()
+
+    def check(self) -> None:
+        """RuntimeError if inputs were changed by something that was not announced."""
+        if self.versions != self._versions():
+            raise RuntimeError(
+                "Logits are read that nearpeak has not computed yet, and the input or the weight of their layer was "
+                "changed since. Read them before, or leave out the fix linear-cross-entropy."
+            )
 
     def compute(self) -> Tensor:
         """What the layer returns, once."""
         if self.logits is None:
+            self.check()
             with torch.set_grad_enabled(self.records), torch.autocast(self.hidden.device.type, enabled=False):
                 self.logits = functional.linear(self.hidden, self.weight, self.bias)
         return self.logits
+
+
+_live: weakref.WeakSet[_Layer] = weakref.WeakSet()
+"""The layers whose results the program has."""
+
+
+@functools.cache
+def _watch_all_optimizers() -> None:
+    register_optimizer_step_pre_hook(_keep_weights)
+
+
+def _watch_optimizers(layer: _Layer) -> None:
+    """Before an optimizer changes the weights of a layer, they are copied, if its result can still be read."""
+    _watch_all_optimizers()
+    _live.add(layer)
+
+
+def _keep_weights(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    layers = [layer for layer in _live if layer.logits is None]
+    if not layers:
+        return
+    changed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for layer in layers:
+        if {id(layer.weight), id(layer.bias)} & changed:
+            layer.keep_weights()
 
 
 class DeferredLogits(Tensor):
@@ -58,24 +114,30 @@ class DeferredLogits(Tensor):
     layer: _Layer
     rows: tuple[RowFunction, ...]
     """What was done to the rows since, on the hidden states as on the logits."""
+    value: Tensor | None
+    """The logits, once they were computed: what is then written to them stays."""
 
     @staticmethod
     def __new__(
         cls, layer: _Layer, rows: tuple[RowFunction, ...], shape: torch.Size, dtype: torch.dtype
     ) -> DeferredLogits:
         self: DeferredLogits = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=layer.hidden.device)
-        self.layer, self.rows = layer, rows
+        self.layer, self.rows, self.value = layer, rows, None
         return self
 
     def compute(self) -> Tensor:
         """The logits as a plain tensor."""
-        logits = self.layer.compute()
-        with torch.set_grad_enabled(self.layer.records):
-            for change in self.rows:
-                logits = change(logits)
-            return logits.to(self.dtype)
+        if self.value is None:
+            logits = self.layer.compute()
+            with torch.set_grad_enabled(self.layer.records):
+                for change in self.rows:
+                    logits = change(logits)
+                self.value = logits.to(self.dtype)
+        return self.value
 
     def hidden_rows(self) -> Tensor:
+        """What the layer would compute these logits from."""
+        self.layer.check()
         hidden = self.layer.hidden
         for change in self.rows:
             hidden = change(hidden)
@@ -159,7 +221,9 @@ def defer(layer: _Layer, rows: tuple[RowFunction, ...], dtype: torch.dtype) -> T
 def _view(own: DeferredLogits, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Deferred logits after a view of rows or a cast; None for what touches the classes."""
     if name == "contiguous":
-        return own if not args and not kwargs else None
+        if args or kwargs:
+            return None
+        return defer(own.layer, (*own.rows, Tensor.contiguous), own.dtype) if own.rows else own
     if name in ("float", "to"):
         dtype = torch.float32 if name == "float" else args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype")
         if not isinstance(dtype, torch.dtype) or torch.promote_types(own.dtype, dtype) != dtype:
@@ -244,7 +308,8 @@ def _cross_entropy(
         own.hidden_rows(), layer.weight, target, bias=layer.bias, class_weight=weight, ignore_index=ignore_index,
         reduction=reduction, label_smoothing=label_smoothing,  # type: ignore[arg-type]
     )  # fmt: skip
-    layer.losses.append(reduction)
+    if not layer.losses:
+        layer.losses.append(reduction)
     return loss.to(own.dtype if autocast_dtype(own.device) is None else torch.promote_types(own.dtype, torch.float32))
 
 
@@ -333,7 +398,7 @@ def _probe(run: ModelRun, candidates: list[tuple[ModuleCall, tuple[str, str | No
     try:
         for call, (weight, bias), losses in candidates:
             edits.set_forward(call.module, deferred_forward(call.module, weight, bias, losses))
-        with preserve_random_state(), preserve_buffers(run.model), torch.no_grad():
+        with preserve_random_state(), preserve_module_state(run.model), torch.no_grad():
             output = run.model(*run.args, **run.kwargs)
             if run.loss is not None:
                 run.loss(output)

@@ -109,6 +109,8 @@ def activation_forward(name: str, module: nn.Module) -> Forward:
 
 def _keeps_dtype(known: dict[Any, bool], x: Tensor, original: Callable[..., Any], *before: Any) -> bool:
     """Whether the code that was written out returns the dtype of x: asked once of a number for each kind of x."""
+    if not x.is_floating_point():
+        return False
     key = (x.dtype, x.device.type, torch.is_autocast_enabled(x.device.type))
     if key not in known:
         if torch.compiler.is_compiling():
@@ -116,7 +118,7 @@ def _keeps_dtype(known: dict[Any, bool], x: Tensor, original: Callable[..., Any]
         number = torch.ones(1, dtype=x.dtype, device=x.device)
         with torch.no_grad():
             one, other = original(*before, number), ACTIVATIONS["silu"](number)
-        known[key] = one.dtype == other.dtype and x.is_floating_point()
+        known[key] = one.dtype == other.dtype
     return known[key]
 
 

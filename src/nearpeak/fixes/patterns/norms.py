@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,8 @@ _OPS = frozenset(
 _REDUCTIONS = frozenset("mean sum var var_mean std std_mean linalg_vector_norm norm".split())
 _FUSED = frozenset(("native_layer_norm", "_fused_rms_norm", "layer_norm", "rms_norm"))
 _LARGEST_EPS = 0.1
+_DIMS = (1, 2, 3, 4)
+"""The code is tried on tensors of so many dimensions: some reduce another one than the last of some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,6 +70,8 @@ class Norm:
     columns: int
     is_fused: bool
     """Whether it is one op of torch already."""
+    dims: frozenset[int]
+    """The numbers of dimensions of x for which this is so."""
     result_dtypes: dict[Any, torch.dtype] = field(default_factory=dict)
     """By the dtypes of x and weight and that of autocast: some norms return the dtype of x, some that of the product
     with the weight."""
@@ -153,10 +157,12 @@ def _recognize(call: ModuleCall, x: Tensor) -> Norm | None:
         if offset and (weight is None or centered):
             continue
         norm = Norm(
-            centered=centered, eps=eps, offset=offset, weight=weight, bias=bias, columns=columns, is_fused=is_fused
+            centered=centered, eps=eps, offset=offset, weight=weight, bias=bias, columns=columns, is_fused=is_fused,
+            dims=frozenset((x.dim(),)),
         )  # fmt: skip
         if _confirm(module, original, norm, x.dim()):
-            return norm
+            others = [dim for dim in _DIMS if _confirm(module, original, norm, dim)]
+            return replace(norm, dims=norm.dims.union(others))
     return None
 
 
@@ -188,7 +194,7 @@ def norm_forward(norm: Norm, module: nn.Module) -> Forward:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else next(iter(kwargs.values())) if len(kwargs) == 1 else None
-        if isinstance(x, Tensor) and x.dim() and x.shape[-1] == norm.columns and settings.hold(self):
+        if isinstance(x, Tensor) and x.dim() in norm.dims and x.shape[-1] == norm.columns and settings.hold(self):
             dtype = norm.result_dtype(self, x, original)
             if dtype is not None:
                 return norm(self, x if x.dtype == dtype else x.to(dtype))
@@ -224,19 +230,53 @@ class InlineNorms:
             result, given = tensor_of(last), tensor_of(x)
             if result is None or given is None or result.dtype != given.dtype:
                 continue
+            written_out = _written_out(last, (x,) if weight is None else (x, weight))
+            if written_out is None:
+                continue
             with graph.inserting_before(last):
-                new = graph.call_function(normalize, (x, weight, eps, offset))
+                new = graph.call_function(normalizer(written_out, eps, offset), (x, weight))
             new.meta = dict(last.meta)
             last.replace_all_uses_with(new)
             graph.erase_node(last)
             yield ""
 
 
-def _normalize(x: Tensor, weight: Tensor | None, eps: float, offset: float) -> Tensor:
-    return kernels.rms_norm(x, weight, eps=eps, offset=offset)
+def normalizer(written_out: Callable[..., Tensor], eps: float, offset: float) -> Callable[..., Tensor]:
+    """A norm that returns the dtype of the code for it, which is asked once with a row of zeros."""
+    result_dtypes: dict[Any, torch.dtype] = {}
+
+    def _normalize(x: Tensor, weight: Tensor | None) -> Tensor:
+        given = (x,) if weight is None else (x, weight)
+        key = (*(each.dtype for each in given), x.device.type, autocast_dtype(x.device))
+        dtype = result_dtypes.get(key)
+        if dtype is None:
+            row = torch.zeros((1,) * (x.dim() - 1) + x.shape[-1:], dtype=x.dtype, device=x.device)
+            with torch.no_grad():
+                dtype = written_out(row, *given[1:]).dtype
+            if not torch.compiler.is_compiling():
+                result_dtypes[key] = dtype
+        return kernels.rms_norm(x if x.dtype == dtype else x.to(dtype), weight, eps=eps, offset=offset)
+
+    return traceable(_normalize)
 
 
-normalize = traceable(_normalize)
+def _written_out(last: fx.Node, given: Sequence[fx.Node]) -> Callable[..., Tensor] | None:
+    """The part of a graph from given nodes to the last one, as a function; None if it needs anything else."""
+    part = fx.Graph()
+    copies = {node: part.placeholder(f"given_{place}") for place, node in enumerate(given)}
+
+    def take(node: fx.Node) -> bool:
+        if node in copies:
+            return True
+        if node.op not in ("call_function", "call_method") or not all(map(take, node.all_input_nodes)):
+            return False
+        copies[node] = part.node_copy(node, lambda before: copies[before])
+        return True
+
+    if not take(last):
+        return None
+    part.output(copies[last])
+    return fx.GraphModule(nn.Module(), part)
 
 
 def _normalized(node: fx.Node) -> tuple[fx.Node, float] | None:
@@ -380,6 +420,7 @@ def add_norm(norm: Norm) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def add_and_normalize(module: nn.Module, x: Any, residual: Any) -> tuple[Tensor, Tensor]:
         same = isinstance(x, Tensor) and isinstance(residual, Tensor) and x.shape == residual.shape
+        same = same and x.dim() in norm.dims
         if same and x.dtype == residual.dtype == norm.result_dtype(module, x, _own_forward):
             return norm.after_add(module, x, residual)
         total = residual + x

@@ -84,6 +84,7 @@ def channels_last(run: ModelRun) -> Iterator[Site]:
         and weight.dim() == 4
         and weight.shape[2:].numel() > 1
         and not weight.is_contiguous(memory_format=torch.channels_last)
+        and _can_move(run, weight)
     ]
     if convolutions:
         yield Site(
@@ -95,6 +96,15 @@ def channels_last(run: ModelRun) -> Iterator[Site]:
             ),
             signature=f"{len(convolutions)} convolutions of 2 dimensions",
         )
+
+
+def _can_move(run: ModelRun, weight: Tensor) -> bool:
+    """Whether a weight may get other memory: nothing else, and no other process, has the memory that it is in."""
+    storage = weight.untyped_storage()
+    if not weight.is_contiguous() or storage.nbytes() != weight.nbytes or (weight.is_cpu and weight.is_shared()):
+        return False
+    owners = [x for x in (*run.model.parameters(), *run.model.buffers()) if x.data_ptr() == weight.data_ptr()]
+    return len(owners) == 1 and owners[0] is weight
 
 
 @torch.no_grad()
