@@ -1,4 +1,7 @@
-from nearpeak.profiling.hang import RankState, hang_lines
+import threading
+
+from nearpeak.profiling import hang
+from nearpeak.profiling.hang import HangWatch, RankState, hang_lines
 
 WAITING = RankState(kind="all_reduce", group="0", sequence=7, called={"0": 7}, line="train.py:9", seconds=13.0)
 
@@ -28,3 +31,29 @@ def test_dead_ranks_do_not_answer():
         "Rank 2 has failed at train.py:9, after collective number 26 of group 0.",
         "Ranks 1, 3 do not answer: their processes have ended, or they are stopped.",
     ]
+
+
+class SlowStore:
+    """A team whose store takes a while, as torch's does, which ends a process that ends meanwhile."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = threading.Event(), 0
+        self._pause = threading.Event()
+
+    def has(self, key: str) -> bool:
+        self.asked.set()
+        self._pause.wait(0.2)
+        self.answers += 1
+        return False
+
+
+def test_nothing_watches_when_the_program_has_ended(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(hang, "TICK_S", 0.0)
+    store = SlowStore()
+    monkeypatch.setattr(HangWatch, "_join", lambda self: store)
+    with HangWatch(print):
+        assert store.asked.wait(30.0)
+        before = store.answers
+    assert store.answers > before  # the call that was under way has ended

@@ -33,8 +33,10 @@ ANSWER_S = 4.0
 LAST_ANSWER_S = 1.5
 """The same where the job is being ended."""
 TICK_S = 1.0
+END_S = 5.0
+"""How long the end of the program waits for the thread that watches."""
 _STALLED = "stalled"
-_FAILED = b"\xff"
+_FAILED, _END = b"\xff", b"\xfe"
 """Written beside the numbers of signals."""
 
 
@@ -162,7 +164,7 @@ class HangWatch:
         self._say, self._keep = say, keep
         self._team: Team | None = None
         self._told = False
-        self._reported = threading.Event()
+        self._reported, self._ended = threading.Event(), threading.Event()
         self._has_failed, self._failed_line = False, ""
         self._pipe: tuple[int, int] | None = None
         self._wakeup = -1
@@ -184,6 +186,11 @@ class HangWatch:
 
     def __exit__(self, *error: object) -> None:
         self._is_active = False
+        if self._pipe is not None and os.getpid() == self._process:
+            # A thread that returns from a store of torch while Python ends takes the process with it (SIGABRT).
+            with suppress(OSError):  # it is full of signals
+                os.write(self._pipe[1], _END)
+            self._ended.wait(END_S)
         if self._pipe is not None and signal.getsignal(signal.SIGTERM) is _wait_for_report:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.set_wakeup_fd(self._wakeup)
@@ -209,22 +216,26 @@ class HangWatch:
     def _watch(self) -> None:
         assert self._pipe is not None
         with suppress(Exception):  # nobody could be told
-            while self._is_active and os.getpid() == self._process:
-                if select.select([self._pipe[0]], [], [], TICK_S)[0]:
-                    signals = os.read(self._pipe[0], 512)
-                    if signal.SIGTERM in signals or _FAILED in signals:
-                        with suppress(Exception):
-                            self._report(LAST_ANSWER_S)
-                        self._keep()
-                    if signal.SIGTERM in signals:
-                        end_by_term()
-                    continue
-                team = self._join()
-                if team is None or self._told:
-                    continue
-                if own_state().seconds >= STALL_S or team.has(_STALLED):
-                    self._report(ANSWER_S)
+            self._watch_until_end(self._pipe[0])
+        self._ended.set()
+
+    def _watch_until_end(self, pipe: int) -> None:
+        while self._is_active and os.getpid() == self._process:
+            if select.select([pipe], [], [], TICK_S)[0]:
+                signals = os.read(pipe, 512)
+                if signal.SIGTERM in signals or _FAILED in signals:
+                    with suppress(Exception):
+                        self._report(LAST_ANSWER_S)
                     self._keep()
+                if signal.SIGTERM in signals:
+                    end_by_term()
+                continue
+            team = self._join()
+            if team is None or self._told:
+                continue
+            if own_state().seconds >= STALL_S or team.has(_STALLED):
+                self._report(ANSWER_S)
+                self._keep()
 
     def _report(self, answer_s: float) -> None:
         """Writes down where this rank is; the first rank that did so tells what all wrote."""
