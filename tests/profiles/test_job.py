@@ -59,6 +59,13 @@ def test_time_that_other_work_took_is_no_fault():
     assert analyze_job(reports, 3).late == ()
 
 
+@pytest.mark.parametrize("taken_s", [0.0, 1e-3, 6e-3])
+def test_slower_ops_beside_other_work_are_nobodys_fault(taken_s):
+    job = analyze_job(made_ranks(own=late_rank("ops", 22e-3), preempted=lambda rank, step: taken_s), 3)
+    assert bool(job.late) == (taken_s < 2e-3)
+    assert any("may be the reason: the rank is not called late" in note for note in job.notes) == (taken_s > 2e-3)
+
+
 def test_half_of_two_causes_cannot_be_told():
     def own(rank, step):
         return {"input": 2e-3, "python": 3e-3, "garbage collection": 2e-3} if rank == 1 else {}

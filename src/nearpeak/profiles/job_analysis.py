@@ -47,6 +47,8 @@ EXPLAINED_SHARE = 0.5
 _NOISE_FACTOR = 1.5
 _PREEMPTIBLE: tuple[Activity, ...] = ("ops", "garbage collection", "launching", "python")
 """Activities that take longer where other work has the processor; a sleep for input does not."""
+SHARED = 0.1
+"""Of a step: other work that has the processors for longer also slows down the ops that run beside it."""
 LOWER_CLOCK = 0.97
 MORE_WORK = 1.02
 _POINT_TO_POINT = ("send", "recv", "send_recv")
@@ -91,7 +93,7 @@ def analyze_job(reports: Sequence[RankReport], world_size: int, *, notes: Sequen
     late = lateness.late_ranks() if joined.is_aligned and joined.joins and len(joined.common) >= 2 else ()
     wall_s = median(walls) if walls else step_s
     replay = replay_job(joined, late, wall_s)
-    said = list(notes)
+    said = [*notes, *lateness.notes]
     if not joined.is_aligned:
         said.append("The clocks of the ranks cannot be aligned: which rank is late cannot be told.")
     if joined.joins and joined.matched < 0.9:
@@ -176,6 +178,8 @@ class _Lateness:
         reports: Mapping[int, RankReport],
     ) -> None:
         self._joined, self._steps, self._step_s, self._reports = joined, steps, step_s, reports
+        self.notes: list[str] = []
+        """What cannot be told of the ranks."""
         self._ranks = sorted(steps)
         self._count = len(joined.common)
         self._waited: dict[tuple[int, int], float] = defaultdict(float)
@@ -241,7 +245,22 @@ class _Lateness:
         steps = [step for step, seconds in late.items() if seconds >= usual / 3]
         if usual < least or len(steps) < STEADY_SHARE * self._count or not self._is_awaited(rank, steps):
             return None
-        return self._late_rank(rank, steps, usual, "always")
+        found = self._late_rank(rank, steps, usual, "always")
+        if found.cause == "slower kernels" and (share := self._share_of_others()) >= SHARED:
+            self.notes.append(
+                f"Ops of rank {rank} take longer. Other work had the processors of the ranks for {percent(share)} of a "
+                "step, and may be the reason: the rank is not called late."
+            )
+            return None
+        return found
+
+    def _share_of_others(self) -> float:
+        """The share of a step in which other work had the processor of a rank, of the rank with most of it; 0 where ops
+        run on a GPU, whose clock is known."""
+        if any(timeline.clock_hz for timeline in self._joined.timelines.values()):
+            return 0.0
+        preempted = [median([step.preempted_s or 0.0 for step in self._steps[rank]]) for rank in self._ranks]
+        return max(preempted) / self._step_s if self._step_s else 0.0
 
     def _is_awaited(self, rank: int, steps: Sequence[int]) -> bool:
         """Whether the others wait for it in these steps, and for nobody longer."""
