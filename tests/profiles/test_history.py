@@ -42,7 +42,7 @@ def test_a_number_that_is_not_there_is_said():
     for asked in ("@0", "@4"):
         with pytest.raises(UsageError, match="there are @1 to @3"):
             nearpeak.load(asked)
-    with pytest.raises(UsageError, match="kept runs are @last"):
+    with pytest.raises(UsageError, match="saved runs are @last"):
         nearpeak.load("@first")
 
 

@@ -63,7 +63,7 @@ def resolve(path: str | Path) -> Path:
     reference = _REFERENCE.fullmatch(str(path)) if isinstance(path, str) else None
     if reference is None:
         if isinstance(path, str) and path.startswith("@") and not Path(path).exists():
-            raise UsageError(f"{path}: kept runs are @last, @1 (the same), @2 and so on up to @{MAX_RUNS}.")
+            raise UsageError(f"{path}: saved runs are @last, @1 (the same), @2 and so on up to @{MAX_RUNS}.")
         return Path(path)
     number = 1 if reference[1] == "last" else int(reference[1])
     files = _files_newest_first()

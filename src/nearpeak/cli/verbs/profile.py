@@ -295,7 +295,7 @@ def add_results(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--open", action="store_true", help="show the HTML report in the browser at the end")
     output.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
     output.add_argument("--no-keep", action="store_true", help="do not keep this run (nor does NEARPEAK_KEEP=0)")
-    output.add_argument("--list", action="store_true", help="list the kept runs: @last, @2 ...")
+    output.add_argument("--list", action="store_true", help="list the saved runs: @last, @2 ...")
 
 
 def add_choices(output: argparse._ArgumentGroup) -> None:
