@@ -22,7 +22,14 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES.values(), ids=NAMES.keys())
+MORE = ("wide", "dots", "method")
+"""Names that go the way of another one."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, id=id, marks=pytest.mark.exhaustive if id in MORE else ()) for id, name in NAMES.items()],
+)
 def test_hostile_names_are_only_shown(opened, name):
     made = profile(120, name=name)
     ops = tuple(dataclasses.replace(op, phase=name, limiter=name) for op in made.ops[:40]) + made.ops[40:]

@@ -377,10 +377,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return seen
 
 
-@pytest.mark.slow
-def test_candidates_are_what_is_launched(tiny, recorded):
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=pytest.mark.exhaustive if part else pytest.mark.slow) for part in range(3)]
+)
+def test_candidates_are_what_is_launched(tiny, recorded, part):
     """The first and the last of each kernel are launched in different ways, and both are measured."""
-    for tunable in tiny:
+    for tunable in tiny[part::3]:
         if re.search("_sm90|_hopper", tunable.kernel) and not gluon.runs_on(torch.device(DEVICE)):
             continue  # in the name of every kernel in Gluon for Hopper: another one runs here, with a choice of its own
         first, last = tunable.candidates[0], tunable.candidates[-1]
