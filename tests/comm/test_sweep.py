@@ -6,10 +6,11 @@ import pytest
 import torch
 from comm_runs import point
 
-from nearpeak.comm import sweep
+from nearpeak.comm import clock, sweep
+from nearpeak.comm.clock import Times
 from nearpeak.comm.patterns import fitted_cost
 from nearpeak.comm.result import LinkLimit, fit_points
-from nearpeak.comm.sweep import SweepOptions, Times, find_links, message_sizes, world_notes
+from nearpeak.comm.sweep import SweepOptions, find_links, message_sizes, world_notes
 from nearpeak.comm.world import Group
 from nearpeak.measure.options import Options
 
@@ -37,7 +38,7 @@ def world(ranks=2, free=1e9, cores=2):
     ],
 )
 def test_when_a_point_is_done(values, elapsed, state) -> None:
-    assert sweep._state(values, elapsed, OPTIONS) == state
+    assert clock._state(values, elapsed, OPTIONS) == state
 
 
 def test_the_slowest_rank_and_the_skew_of_each_call() -> None:

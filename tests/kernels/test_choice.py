@@ -13,7 +13,8 @@ from kernel_checks import DEVICE, assert_kernel_is_exact
 from benchmarks.kernels.fit_choices import Cell, chosen_loss, read_cells, table_cell
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
-from nearpeak.kernels._runtime import choice, policy
+from nearpeak.kernels._runtime import capability as capability_of
+from nearpeak.kernels._runtime import choice
 from nearpeak.kernels._runtime.choice import Chooser, choose, read_model
 from nearpeak.kernels._runtime.replay import ReplayCache
 from nearpeak.kernels.attention import backends
@@ -469,13 +470,13 @@ def test_compiled_code_gets_tokens_before_heads(attention_of_torch):
     ],
 )
 def test_hopper_is_known_by_vendor_and_name(monkeypatch, name, vendor, capability, expected):
-    monkeypatch.setattr(policy, "_VENDOR", vendor)
-    monkeypatch.setattr(policy, "cuda_capability", policy.cuda_capability.__wrapped__)
+    monkeypatch.setattr(capability_of, "_VENDOR", vendor)
+    monkeypatch.setattr(capability_of, "cuda_capability", capability_of.cuda_capability.__wrapped__)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: name)
-    assert policy.is_hopper.__wrapped__(0) is expected
+    assert capability_of.is_hopper.__wrapped__(0) is expected
 
 
 # the fit, and its table

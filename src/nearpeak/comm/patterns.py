@@ -21,10 +21,10 @@ from torch import distributed, nn
 from torch._C._distributed_c10d import GradBucket
 
 from nearpeak._display import StatusLine
+from nearpeak.comm.clock import Clock
 from nearpeak.comm.collectives import all_gather_single, busiest_bytes, reduce_scatter_single
 from nearpeak.comm.fit import CurveFit
 from nearpeak.comm.result import PatternTiming
-from nearpeak.comm.sweep import Clock
 from nearpeak.comm.world import World
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import EnvironmentProblem, message_of

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 
 from nearpeak.errors import KernelUnavailable
-from nearpeak.kernels._runtime.policy import cuda_capability
+from nearpeak.kernels._runtime.capability import cuda_capability
 from nearpeak.kernels._runtime.replay import active_recording
 
 BACKENDS = ("nearpeak", "gluon", "triton", "torch", "cudnn", "flash")

@@ -11,7 +11,8 @@ import torch
 import triton
 from torch import Tensor
 
-from nearpeak.kernels._runtime.policy import INTERPRETED, is_hopper
+from nearpeak.kernels._runtime.capability import is_hopper
+from nearpeak.kernels._runtime.policy import INTERPRETED
 
 _TRITON_VERSION = (3, 6)
 """The version whose Gluon the kernels of this package are written for; Gluon changes with each."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nearpeak.kernels._runtime.policy import gpu_vendor
+from nearpeak.kernels._runtime.capability import gpu_vendor
 from nearpeak.kernels._runtime.replay import PLAIN_TENSORS, ReplayCache, is_observed
 
 _library = torch.library.Library("nearpeak", "FRAGMENT")

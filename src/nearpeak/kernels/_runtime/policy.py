@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 
 from nearpeak.errors import KernelUnavailable, UsageError, did_you_mean
+from nearpeak.kernels._runtime.capability import cuda_capability, gpu_vendor
 from nearpeak.kernels._runtime.replay import FindNative, ReplayCache
 
 if TYPE_CHECKING:
@@ -30,11 +30,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 VENDORS = ("nvidia",)
 """Vendors of the GPUs that operations have kernels for."""
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_VENDOR = "nvidia" if torch.version.hip is None else "amd"
 _OLDEST = (8, 0)
-_HOPPER = (9, 0)
-_HOPPER_NAME = re.compile(r"\bG?H(100|200|800|20)")
-"""H100, H200 and GH200, and the H800 and H20 of other markets, with letters of their variants."""
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _mode: Mode = "auto"
 
@@ -213,8 +209,8 @@ def cannot_run(*tensors: torch.Tensor | None, dtypes: tuple[torch.dtype, ...] = 
             return f"its tensors are on {device} and {tensor.device}"
         if tensor.is_floating_point() and tensor.dtype not in dtypes:
             return f"it takes {_dtype_names(dtypes)}, and this is {_dtype_name(tensor.dtype)}"
-    if (not _HAS_TRITON or _VENDOR not in VENDORS) and _simulated_capability() is None:
-        return f"there are no kernels for {_VENDOR} GPUs" if _HAS_TRITON else "Triton is not installed"
+    if (not _HAS_TRITON or gpu_vendor() not in VENDORS) and _simulated_capability() is None:
+        return f"there are no kernels for {gpu_vendor()} GPUs" if _HAS_TRITON else "Triton is not installed"
     return None if device is None else too_old(device, _OLDEST)
 
 
@@ -228,25 +224,6 @@ def too_old(device: torch.device, oldest: tuple[int, int]) -> str | None:
     if capability is None or capability >= oldest:
         return None
     return f"it needs compute capability {oldest[0]}.{oldest[1]}, and this GPU has {capability[0]}.{capability[1]}"
-
-
-def gpu_vendor() -> str:
-    """The vendor of the GPUs that this build of torch runs on."""
-    return _VENDOR
-
-
-@functools.cache
-def cuda_capability(index: int) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU; None for other vendors, whose numbers mean something else."""
-    if _VENDOR != "nvidia" or not torch.cuda.is_available() or index >= torch.cuda.device_count():
-        return None  # the last: a fake tensor of a GPU that is not there
-    return torch.cuda.get_device_capability(index)
-
-
-@functools.cache
-def is_hopper(index: int) -> bool:
-    """Whether a GPU is one of NVIDIA's Hopper generation, by its name too: AMD's MI200 reports capability (9, 0)."""
-    return cuda_capability(index) == _HOPPER and _HOPPER_NAME.search(torch.cuda.get_device_name(index)) is not None
 
 
 _AUTOCAST_DEVICES = tuple(name for name in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(name))

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from nearpeak.kernels._runtime.policy import cuda_capability
+from nearpeak.kernels._runtime.capability import cuda_capability
 
 _H200_CAPABILITY = (9, 0)
 _ONE_LOAD = 256
