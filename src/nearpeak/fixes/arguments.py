@@ -107,12 +107,7 @@ class ModuleState:
 
     def restore(self) -> None:
         """Puts everything back, in place."""
-        with defer_signals():
-            for _, container, content in self._contents:
-                if not _holds_same(container, content):
-                    _refill(container, content)
-            self._values.restore()
-            self._others.restore(written=True)
+        _restore(self._contents, self._values, self._others)
 
     @property
     def is_same(self) -> bool:
@@ -169,6 +164,16 @@ def _holds_same(container: Any, content: Any) -> bool:
     return all(now is value for now, value in zip(container, content, strict=True))
 
 
+def _restore(contents: Iterable[tuple[str, Any, Any]], values: _Values, others: _Values) -> None:
+    """Puts back what containers held and the values of tensors; of `others`, of those that were written."""
+    with defer_signals():
+        for _, container, content in contents:
+            if not _holds_same(container, content):
+                _refill(container, content)
+        values.restore()
+        others.restore(written=True)
+
+
 def _refill(container: Any, content: Any) -> None:
     container.clear()
     if isinstance(container, (list, deque)):
@@ -221,12 +226,7 @@ class ArgumentState:
 
     def restore(self) -> None:
         """Puts everything back, in place."""
-        with defer_signals():
-            for _, container, content in self._contents:
-                if not _holds_same(container, content):
-                    _refill(container, content)
-            self._values.restore()
-            self._given.restore(written=True)
+        _restore(self._contents, self._values, self._given)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
