@@ -306,9 +306,10 @@ class Process:
         reading, self._requests = os.pipe()
         self._answers, writing = os.pipe()
         environment = {**os.environ, "STEP_CLOCK": f"{reading},{writing}", "PYTHONUNBUFFERED": "1"}
+        given = os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = os.pathsep.join(
-            [str(ROOT), str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        )
+            [str(ROOT), str(ROOT / "src"), *map(os.path.abspath, filter(None, given.split(os.pathsep)))]
+        )  # it runs in another folder
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         with log.open("w", encoding="utf-8") as file:
@@ -539,6 +540,30 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
     return Result(program=data["program"], profile=profile, rows=rows, others=seen(data["others"]), error=data["error"])
 
 
+def joined(results: Sequence[Result]) -> list[Result]:
+    """One result for each program: savings of one run belong to the findings of another (`--parts`)."""
+    by_program: dict[str, Result] = {}
+    for result in results:
+        before = by_program.get(result.program)
+        if before is None:
+            by_program[result.program] = result
+            continue
+        found = next((one for one in (result, before) if one.profile), result)
+        measured = {row.waste: row.measured for one in (before, result) for row in one.rows if row.measured}
+        by_program[result.program] = dataclasses.replace(
+            found,
+            rows=[dataclasses.replace(row, measured=measured.get(row.waste)) for row in found.rows],
+            error=found.error,
+        )
+    return list(by_program.values())
+
+
+def write_results(path: Path, results: Sequence[Result], head: Mapping[str, Any]) -> None:
+    saved = {name: head[name] for name in ("date", "device", "torch")}
+    saved["results"] = [dataclasses.asdict(result) for result in results]
+    path.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+
+
 def fill_compiler_cache(programs: Sequence[Program], device: Device, folder: Path) -> None:
     """Runs programs that compile for two steps, all at once, so that they find their kernels later."""
     processes = []
@@ -606,11 +631,16 @@ def main() -> int:
     parser.add_argument("--stop", action="store_true", help="end a profiled program when its step was captured")
     parser.add_argument("--json", type=Path, help="write the results here, as they come")
     parser.add_argument("--keep", type=Path, help="keep profiles, terminal outputs and variants here")
-    parser.add_argument("--show", type=Path, help="print the report of an earlier run")
+    parser.add_argument(
+        "--show", type=Path, nargs="+", help="print the report of earlier runs; of profiles and savings, what each has"
+    )
     arguments = parser.parse_args()
     if arguments.show:
-        saved = json.loads(arguments.show.read_text(encoding="utf-8"))
-        print(report([result_from_json(item) for item in saved["results"]], saved["device"]))
+        saved = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.show]
+        results = joined([result_from_json(item) for one in saved for item in one["results"]])
+        print(report(results, saved[0]["device"]))
+        if arguments.json:
+            write_results(arguments.json, results, saved[0])
         return 0
     import torch
 
@@ -636,13 +666,12 @@ def main() -> int:
             if result.error:
                 print(f"FAILED {result.program}: {result.error}", flush=True)
             if arguments.json:
-                saved = {
+                head = {
                     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                     "device": torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu",
                     "torch": torch.__version__,
-                    "results": [dataclasses.asdict(result) for result in results],
                 }
-                arguments.json.write_text(json.dumps(saved, indent=1) + "\n", encoding="utf-8")
+                write_results(arguments.json, results, head)
     print("\n" + report(results, arguments.device))
     return 1 if any(result.error for result in results) else 0
 

@@ -120,7 +120,7 @@ def clean_seconds(program):
     return (ends[-1] - ends[-11]) / 10 * 1e-6
 
 
-def profiled(program, folder, traced=None):
+def profiled(program, folder, traced=None, slowdown=None):
     simulation = Simulation(profiled=True)
     simulation.run(program)
     (folder / "step.json").write_text(json.dumps({"traceEvents": simulation.events}))
@@ -132,6 +132,7 @@ def profiled(program, folder, traced=None):
         profiled_wall=recorded.wall_s,
         traced=traced,
         untraced_reason="simulated",
+        later_walls=() if slowdown is None else (slowdown * clean_seconds(program),) * 40,
     )
     return records.profile(H200)
 
@@ -147,6 +148,19 @@ def predicted(profile, *rules):
 
 
 LONG, SHORT = 50.0, 2.0
+
+
+@pytest.mark.parametrize("slowdown", [1.005, 1.06, 1.2, 0.95])
+def test_a_gpu_that_slows_down_has_the_step_time_and_the_kernels_of_later_steps(tmp_path, slowdown):
+    program = [op(LONG)] * 40
+    before, after = profiled(program, tmp_path), profiled(program, tmp_path, slowdown=slowdown)
+    pace = slowdown if slowdown == 1.06 else 1.0
+    assert after.wall_s == pytest.approx(pace * before.wall_s)
+    assert after.kernel_s == pytest.approx(pace * before.kernel_s)
+    assert after.waterfall.seconds("idle") == pytest.approx(pace * before.waterfall.seconds("idle"))
+    assert after.steps == (40 if pace > 1.0 else 5)
+    assert any("The GPU slowed down" in note for note in after.notes) == (pace > 1.0)
+    assert after.later_s == pytest.approx(slowdown * before.wall_s)
 
 
 @pytest.mark.parametrize("kernel_us", [LONG, 12.0, SHORT])

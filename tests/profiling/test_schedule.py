@@ -95,9 +95,9 @@ def test_steps_of_a_device_that_are_timed_again_stand_beside_those_before():
     _, schedule = run([(0.01, None, 0)] * 80, times_again=True, host_ahead=True)
     assert schedule.clean_steps == 10  # kernels are those of steps at that clock
     schedule.device_ended_again([0.5] * (AGAIN_STEPS - 1))  # one is missing
-    assert schedule.later_device_s is None
+    assert schedule.later_device_walls == []
     schedule.device_ended_again([0.5] * AGAIN_STEPS)
-    assert schedule.later_device_s == 0.5
+    assert schedule.later_device_walls == [0.5] * AGAIN_STEPS
     assert schedule.wall_s == pytest.approx(0.01)
 
 

@@ -29,6 +29,7 @@ from nearpeak.ops.op import Op, Trace, name_with_origin, name_without_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.completeness import Completeness, Loss
 from nearpeak.profiles.conditions import StepConditions
+from nearpeak.profiles.grade import LATER
 from nearpeak.profiles.idle import WORKERS_STARTED, IdleCause, IdleTime
 from nearpeak.profiles.idle_attribution import DeviceActivity, HostActivity, attribute
 from nearpeak.profiles.memory import peak_memory
@@ -68,6 +69,8 @@ UNTRACED_FACTS: frozenset[StepFact] = frozenset({"host"})
 """What is known without a trace."""
 MIN_STARTED_SHARE = 0.02
 """Of the step: worker processes that cost less at the ends of epochs are not mentioned."""
+SLOWDOWN = (1.01, 1.0 + LATER[1])
+"""A GPU that is at work loses this much of its clock. Steps that take even longer do something else."""
 _UNTRACED_NOTE = (
     "The step was profiled and not traced: ops have neither source lines nor modules, and bounds follow from the "
     "shapes that the profiler recorded"
@@ -92,8 +95,8 @@ class StepRecords:
     notes: tuple[str, ...] = ()
     host_ahead: bool = False
     """Whether clean steps began while the device was still busy with the one before."""
-    later_s: float | None = None
-    """The time of a step after everything was recorded, on the clock of a device that does not wait for its host."""
+    later_walls: tuple[float, ...] = ()
+    """Of steps after everything was recorded, on the clock of a device that does not wait for its host."""
     compiler: CompilerFacts | None = None
     """None if torch.compile was not used."""
     conditions: StepConditions | None = None
@@ -110,8 +113,21 @@ class StepRecords:
 
     def profile(self, machine: Machine, *, ceilings: Ceilings = "achievable") -> Profile:
         """The profile: kernel times of the profiled step at the ops of the traced step."""
-        clean = _as_in_clean_steps(self)
+        clean = _as_in_clean_steps(_at_the_sustained_clock(self))
         return clean._profile(machine, ceilings)
+
+    @property
+    def later_s(self) -> float | None:
+        """The time of a step after everything was recorded; None if it was not measured."""
+        return median(list(self.later_walls)) if self.later_walls else None
+
+    @property
+    def slowdown(self) -> float:
+        """How many times as long later steps take, if that is the clock of a GPU; otherwise 1."""
+        if self.later_s is None:
+            return 1.0
+        change = self.later_s / (self.wall_s or median(list(self.walls)))
+        return change if SLOWDOWN[0] < change <= SLOWDOWN[1] else 1.0
 
     def _profile(self, machine: Machine, ceilings: Ceilings) -> Profile:
         traced = self.traced
@@ -196,13 +212,42 @@ class StepRecords:
         return dataclasses.replace(profile, excerpts=read_excerpts(_lines_of_interest(profile)))
 
     def update(self, profile: Profile, earlier: StepRecords) -> Profile | None:
-        """`profile`, assembled from `earlier` records, with what these add; None if it must be assembled anew.
-
-        Where a device does not wait for its host, steps are timed again for its clock alone.
-        """
-        if dataclasses.replace(earlier, later_s=self.later_s, conditions=self.conditions) != self:
+        """`profile`, assembled from `earlier` records, with what these add; None if it must be assembled anew."""
+        same = dataclasses.replace(earlier, later_walls=self.later_walls, conditions=self.conditions) == self
+        if not same or self.slowdown != earlier.slowdown:
             return None
         return dataclasses.replace(profile, later_s=self.later_s, conditions=self.conditions)
+
+
+def _at_the_sustained_clock(records: StepRecords) -> StepRecords:
+    """The records as they would be of later steps, if a GPU has slowed down meanwhile.
+
+    After a pause, a GPU runs faster than its power limit lets it for long, and the first clean steps and the profiled
+    ones are too fast alike. The program runs at the pace of later steps, and so do all kernels of a GPU that never
+    waits.
+    """
+    slowdown = records.slowdown
+    if slowdown == 1.0:
+        return records
+    kernels = tuple(
+        replace(kernel, start_s=kernel.start_s * slowdown, seconds=kernel.seconds * slowdown)
+        for kernel in records.recorded.kernels
+    )
+    note = (
+        f"The GPU slowed down while it worked: the step time is that of {len(records.later_walls)} later steps, and "
+        f"the times of kernels are those that were recorded, times {slowdown:.3f}."
+    )
+    return replace(
+        records,
+        walls=records.later_walls,
+        wall_s=records.later_s,
+        recorded=replace(
+            records.recorded,
+            kernels=kernels,
+            repeats=tuple(tuple(slowdown * one for one in row) for row in records.recorded.repeats),
+        ),
+        notes=(*records.notes, note),
+    )
 
 
 def _as_in_clean_steps(records: StepRecords) -> StepRecords:

@@ -144,8 +144,8 @@ class Schedule:
     """Whether the step after the traced one is traced too, to see what both compute from the same values."""
     later_walls: list[float] = field(default_factory=list)
     """Of these clean steps."""
-    later_device_s: float | None = None
-    """The median of these steps on the clock of a device that does not wait for its host."""
+    later_device_walls: list[float] = field(default_factory=list)
+    """These steps on the clock of a device that does not wait for its host."""
     host_ahead: bool = False
     """Whether the device still had work when the last clean step was launched, so that none of them began with a wait
     for the host."""
@@ -286,7 +286,7 @@ class Schedule:
     def device_ended_again(self, walls: Sequence[float]) -> None:
         """The device has finished the steps that were timed again; `walls` are their times on its own clock."""
         if len(walls) == len(self.later_walls) >= MIN_CLEAN:
-            self.later_device_s = median(list(walls))
+            self.later_device_walls = list(walls)
 
     @property
     def wall_s(self) -> float | None:
@@ -709,7 +709,7 @@ class Session:
             traced=self._traced,
             untraced_reason=self._untraced_reason,
             host_ahead=self.schedule.host_ahead,
-            later_s=self.schedule.later_device_s,
+            later_walls=tuple(self.schedule.later_device_walls),
             conditions=self._watch.conditions,
             notes=(*_notes(self.schedule), *(() if self.steps is None else self.steps.notes())),
             compiler=self._compiler,
