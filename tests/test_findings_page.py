@@ -25,7 +25,10 @@ def test_the_table_is_that_of_the_runs():
     ("file", "counts"),
     [
         ("programs_h200.json", "27 wastes, 12 found at the line, 4 within 3 lines, 2 in the function, 9 missed"),
-        ("programs_held_out_h200.json", "14 wastes, 8 found at the line, 1 within 3 lines, 1 in the function, 3 missed"),
+        (
+            "programs_held_out_h200.json",
+            "14 wastes, 8 found at the line, 1 within 3 lines, 1 in the function, 3 missed",
+        ),
     ],
 )
 def test_the_tables_of_programs_are_those_of_the_runs(file, counts):
