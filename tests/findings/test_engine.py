@@ -222,6 +222,18 @@ def test_a_general_rule_saves_what_the_others_leave_and_all_together_are_known()
     assert found[-1].together_s == pytest.approx(8.0)
 
 
+def test_other_rules_save_what_they_do_without_what_comes_first():
+    rule("setting", first=True)(
+        lambda step: [waste(None, launch_s=dict.fromkeys(range(4), 0.5), idle={"launching": 3.0})]
+    )
+    rule("gone")(lambda step: [waste(2, {2: 1.0})])
+    step = replayed(2.5, 1.0)
+    step = dataclasses.replace(step, profile=dataclasses.replace(step.profile, idle=LAUNCHING))
+    found, _ = find(step)
+    savings = [(item.rule, round(item.saving_s, 6)) for item in found]
+    assert savings == [("setting", 6.0), ("gone", 1.0)]  # a kernel, not the launch that takes as long with the setting
+
+
 def test_idle_time_that_the_timeline_does_not_have_is_saved_as_it_is():
     rule("input")(lambda step: [waste(None, idle={"input": 1.5})])
     idle = (IdleCause(cause="input", seconds=2.0, count=1, where="", what=""),)

@@ -81,3 +81,23 @@ def test_modules_that_import_on_demand_are_left_alone(script, monkeypatch):
 def test_a_file_that_is_no_python_is_left_out(script):
     script.write_text("%time AdamW(model)\n")
     assert not of_script({"AdamW"}).get("AdamW")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("torch.autograd.set_detect_anomaly(True)", {"set_detect_anomaly"}),
+        ("torch.autograd.set_detect_anomaly(looks)", {"set_detect_anomaly"}),
+        ("torch.autograd.set_detect_anomaly(False)", set()),
+        ("Trainer(model, detect_anomaly=True)", {"detect_anomaly"}),
+        ("Trainer(model, detect_anomaly=False)", set()),
+        ('os.environ["CUDA_LAUNCH_BLOCKING"] = "1"', {"CUDA_LAUNCH_BLOCKING"}),
+        ('os.environ["CUDA_LAUNCH_BLOCKING"] = "0"', set()),
+        ('os.environ.setdefault("CUDA_LAUNCH_BLOCKING", "1")', {"CUDA_LAUNCH_BLOCKING"}),
+        ('print("CUDA_LAUNCH_BLOCKING")', set()),
+    ],
+)
+def test_settings_are_where_they_are_turned_on(script, text, names):
+    script.write_text(f"{text}\n")
+    found = of_script({"set_detect_anomaly", "detect_anomaly", "CUDA_LAUNCH_BLOCKING"})
+    assert {name for name, lines in found.items() if lines} == names

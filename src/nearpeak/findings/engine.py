@@ -19,6 +19,7 @@ from nearpeak.findings.replay import Cause, Change, StepReplay, combine
 from nearpeak.findings.step import Step, StepFact
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.op import Trace
+from nearpeak.ops.settings import SLOW_SETTINGS
 from nearpeak.profiles.finding import MIN_SHOWN_SHARE, Finding, Fix, is_ignored
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.profile import Profile
@@ -91,13 +92,20 @@ class Rule:
     claims."""
     compiles: bool = False
     """Whether torch.compile removes the waste without a change of the line."""
+    first: bool = False
+    """Whether its findings are to be seen to before all others, which are predicted for the step without them."""
 
 
 _RULES: dict[str, Rule] = {}
 
 
 def rule(
-    name: str, *, needs: Collection[StepFact] = (), general: bool = False, compiles: bool = False
+    name: str,
+    *,
+    needs: Collection[StepFact] = (),
+    general: bool = False,
+    compiles: bool = False,
+    first: bool = False,
 ) -> Callable[[RuleFunction], RuleFunction]:
     """Registers a function as a rule. It is called with a `Step` and yields a `Waste` for each place.
 
@@ -110,6 +118,8 @@ def rule(
             these claim.
         compiles: Whether torch.compile removes the waste without a change of the line; said where the line is in an
             installed package.
+        first: For what distorts the whole step: where the host and the device are replayed, the savings of all other
+            rules are those in the step without it.
     """
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name):
         raise UsageError(f"{name!r} is not a valid rule name. Use lowercase letters, digits and hyphens.")
@@ -117,7 +127,9 @@ def rule(
     def register(look: RuleFunction) -> RuleFunction:
         if name in _RULES:
             raise UsageError(f"There is a rule called {name!r} already.")
-        _RULES[name] = Rule(name=name, needs=frozenset(needs), look=look, general=general, compiles=compiles)
+        _RULES[name] = Rule(
+            name=name, needs=frozenset(needs), look=look, general=general, compiles=compiles, first=first
+        )
         return look
 
     return register
@@ -213,6 +225,9 @@ def add_findings(
         )
         replay = None
     step = Step(trace=trace, profile=profile, machine=machine, knows=knows, replay=replay)
+    for name in trace.settings:
+        if not SLOW_SETTINGS[name].is_predicted:
+            notes.append(f"{SLOW_SETTINGS[name].words}. How much time that takes cannot be told from one run.")
     findings, undecided = find(step, least_share=MIN_SAVED_SHARE, failures=notes)
     return dataclasses.replace(
         profile,
@@ -220,6 +235,7 @@ def add_findings(
         undecided=undecided,
         notes=(*profile.notes, *notes),
         callers=step.callers,
+        settings=trace.settings,
         replayed_s=None if replay is None else replay.unchanged.seconds,
     )
 
@@ -459,7 +475,8 @@ def _predict(step: Step, groups: Sequence[_Group]) -> list[_Group]:
     """The groups with their savings.
 
     In a replay those of a rule sum to what all of them save at once: two waits in a row cost little each, and much
-    together. A general rule gets what is left when everything else has gone.
+    together. A general rule gets what is left when everything else has gone, and other rules what is left after those
+    that come first.
     """
     sums = {id(group): _sum_of(step, [group]) for group in groups}
     if step.replay is None:
@@ -468,9 +485,10 @@ def _predict(step: Step, groups: Sequence[_Group]) -> list[_Group]:
     for group in groups:
         by_rule.setdefault(group.rule, []).append(group)
     special = combine(group.change for group in groups if not rules()[group.rule].general)
+    first = combine(group.change for group in groups if rules()[group.rule].first)
     predicted: list[_Group] = []
     for name, own in by_rule.items():
-        after = special if rules()[name].general else Change()
+        after = special if rules()[name].general else Change() if rules()[name].first else first
         alone = [_replayed(step, step.replay, group.change, after) for group in own]
         if len(own) == 1:
             together = alone[0]

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from nearpeak.findings.loops import Loop
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import READS, Step
 from nearpeak.ops.op import Op, name_without_origin
 from nearpeak.ops.tensor import Tensor
 
-READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
 MIN_READS = 32
 """In one run of a loop. Fewer numbers may be a summary that is printed."""
 _MAX_ELEMENTS = 1024

@@ -483,6 +483,14 @@ class StepReplay:
         busy_s = time.busy_s + overlap_s
         return StepTime(max(busy_s, time.seconds + overlap_s - change.idle_s), busy_s)
 
+    def launch_seconds(self) -> dict[int, float]:
+        """What the host takes for the launches of each op, without the profiler."""
+        launches: dict[int, float] = {}
+        for piece, clean_s in zip(self.timeline.pieces, self._clean, strict=True):
+            if piece.op is not None and piece.cause is None:
+                launches[piece.op] = launches.get(piece.op, 0.0) + clean_s
+        return launches
+
     def saving(self, change: Change, *, after: Change = UNCHANGED) -> StepTime:
         """What a change saves of the clean step, after another one: the same share as of the replay."""
         before = self.unchanged if after == UNCHANGED else self.step(after)

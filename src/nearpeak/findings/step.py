@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -33,6 +33,11 @@ FULL_MEMORY = 0.85
 """The share of the memory that a step may need; the rest allows for fragmentation."""
 PROFILER_SECONDS_PER_OP = 2e-5
 """The time that the profiler adds to an op on the host, at most."""
+READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
+"""Operators that read a number of a tensor."""
+_NO_TOUCHES = Touches((), ())
+_ANOMALY_CHECKS = ("aten.isnan", "aten._is_any_true", "aten._local_scalar_dense")
+"""The ops of a check in their order, each of which reads what the one before it wrote."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +89,12 @@ class Step:
         stack = self.trace.stacks[index] if self.trace.stacks else ()
         return next((line for line in stack if line in lines), "")
 
-    def line_that_writes(self, name: str) -> str:
-        """The one line of the user's own that calls a class or sets an option of this name; "" if there are several.
+    def line_that_writes(self, *names: str) -> str:
+        """The one line of the user's own that calls a class or sets an option of these names; "" if there are several.
 
         Of several lines, one in a file of the step's ops is meant.
         """
-        lines = self.trace.written_at.get(name, ())
+        lines = [line for name in names for line in self.trace.written_at.get(name, ())]
         files = {(op.caller or op.source).rpartition(":")[0] for op in self.trace.ops}
         near = [line for line in lines if line.rpartition(":")[0] in files] if len(lines) > 1 else lines
         return near[0] if len(near) == 1 else ""
@@ -101,8 +106,22 @@ class Step:
 
     @cached_property
     def touches(self) -> tuple[Touches, ...]:
-        """The storages that each op reads and writes; none for a view."""
-        return touches_in(self.trace, self.costs)
+        """The storages that each op reads and writes; none for a view, and for a check of anomaly mode, which is no
+        part of what the program computes."""
+        touches = touches_in(self.trace, self.costs)
+        checks = self.anomaly_checks
+        return tuple([_NO_TOUCHES if i in checks else item for i, item in enumerate(touches)]) if checks else touches
+
+    @cached_property
+    def anomaly_checks(self) -> frozenset[int]:
+        """Ops with which the anomaly mode of autograd reads whether gradients have a NaN."""
+        return frozenset(_anomaly_checks(self.trace)) if "anomaly mode" in self.trace.settings else frozenset()
+
+    @cached_property
+    def anomaly_places(self) -> frozenset[str]:
+        """The lines at which numbers are read for these checks alone."""
+        reads = {op.place for i, op in enumerate(self.ops) if op.packet in READS and i not in self.anomaly_checks}
+        return frozenset({self.ops[index].place for index in self.anomaly_checks} - reads)
 
     @cached_property
     def flow(self) -> DataFlow:
@@ -412,3 +431,18 @@ def is_kept(step: Step, index: int, tensor: Tensor) -> bool:
     return tensor.storage in step.flow.results or any(
         life.born == index and life.died is None and life.bytes == size for life in lives
     )
+
+
+def _anomaly_checks(trace: Trace) -> Iterator[int]:
+    read: dict[int, list[int]] = {}
+    """By a result of checks that are not complete: their ops so far."""
+    for index, op in enumerate(trace.ops):
+        if op.phase != "backward" or op.packet not in _ANOMALY_CHECKS or not op.inputs:
+            continue
+        before = read.pop(op.inputs[0].storage, []) if op.packet != _ANOMALY_CHECKS[0] else []
+        if op.packet != _ANOMALY_CHECKS[len(before)]:
+            continue
+        if len(before) == len(_ANOMALY_CHECKS) - 1:
+            yield from (*before, index)
+        else:
+            read[op.outputs[0].storage] = [*before, index]

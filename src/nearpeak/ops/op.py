@@ -364,3 +364,9 @@ class Trace:
     written_at: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of ops that really ran: lines of the user's own that call a class, such as "DataLoader" or that of an optimizer,
     or set "cudnn.benchmark"; by that name. "collate_fn" is where a data loader's function pads items."""
+    settings: tuple[str, ...] = ()
+    """Of ops that really ran: settings that slow steps down and were on, by their names in `SLOW_SETTINGS`."""
+    graph_nodes: Mapping[int, int] = field(default_factory=dict)
+    """In anomaly mode: how many nodes of autograd's graph were made, each with its stack, by the index of their op."""
+    stack_s: float = 0.0
+    """The time of one of these stacks on the host."""

@@ -227,6 +227,8 @@ class Profile(_display.Result):
     none for a trace file."""
     callers: Mapping[str, str] = field(default_factory=dict)
     """The line of the user's own that calls an installed package, by the line in that package."""
+    settings: tuple[str, ...] = ()
+    """Settings of the process that slow steps down and were on, such as "anomaly mode"; none for a trace file."""
     replayed_s: Seconds | None = None
     """The time of the step in the replay of host and device that its savings come from; None if they are sums."""
     grade: Grade | None = None

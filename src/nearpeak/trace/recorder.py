@@ -45,6 +45,7 @@ from nearpeak.ops.op import (
     name_with_origin,
     name_without_origin,
 )
+from nearpeak.ops.settings import SLOW_SETTINGS
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
@@ -66,6 +67,7 @@ from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.python_time import PythonTime
 from nearpeak.trace.schema import OperatorSchema, schema_of
 from nearpeak.trace.seen_values import SeenValues
+from nearpeak.trace.settings import SettingsWatch
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, COLLATE, UserLines, lines_that_write, own_stack, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost, storage_of
@@ -148,6 +150,7 @@ class Recorder(TorchDispatchMode):
         self._recompute = RecomputeDetector(self.modules)
         self._values = SeenValues(self.storages, reads=reads_values)
         self._entered: list[ExitStack] = []
+        self._settings = SettingsWatch(Recorder.__torch_dispatch__.__code__) if mode is None else None
         self.python_time = PythonTime() if mode is None else None
 
     @property
@@ -264,6 +267,8 @@ class Recorder(TorchDispatchMode):
     def _live_arguments(self, schema: OperatorSchema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         arguments = self._arguments(schema, args, kwargs)
         self._note_mutations(schema, arguments)
+        if self._settings is not None:
+            self._settings.note_arguments(args)
         if not self.graph_recorded and torch.is_grad_enabled() and _current_graph_task() == -1:
             self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
         return arguments
@@ -462,6 +467,8 @@ class Recorder(TorchDispatchMode):
             for tensor in (*results, *self._snapshot.outliving_tensors())
         }
         storages = self.storages.facts()
+        settings = () if self._settings is None else self._settings.names()
+        turning_on = {text for name in settings for text in SLOW_SETTINGS[name].written_as}
         trace = Trace(
             ops=self._final_ops(),
             storages=storages,
@@ -482,7 +489,10 @@ class Recorder(TorchDispatchMode):
             stacks=tuple(self._stacks),
             gradients=() if self._gradients is None else self._gradients.gradients(),
             contents={number: digest for number, digest in self._contents.items() if digest},
-            written_at={} if self._mode is not None else lines_that_write(self._classes_with_options()),
+            written_at={} if self._mode is not None else lines_that_write(self._classes_with_options() | turning_on),
+            settings=settings,
+            graph_nodes={} if self._settings is None else dict(self._settings.graph_nodes),
+            stack_s=0.0 if self._settings is None else self._settings.stack_s,
         )
         return dataclasses.replace(trace, **fields)
 
@@ -646,6 +656,8 @@ class Recorder(TorchDispatchMode):
         graph_task = _current_graph_task()
         phase = self._phase(graph_task)
         index = len(self.ops)
+        if self._settings is not None:
+            self._settings.note_op(index, self._locations.new_nodes())
         module, source, caller, stack, forward = self._locations.current(graph_task, index)
         if graph_task == -1:
             self._loop_turns.note_op(index, schema.name, _frame_at(1))
@@ -983,6 +995,10 @@ class Locations:
                 self._by_sequence[number] = location
             self._sequence = sequence
         return location
+
+    def new_nodes(self) -> int:
+        """How many nodes the graph has got since the op before."""
+        return _next_sequence_number() - self._sequence
 
     def line(self) -> str:
         """The user's line that runs now."""

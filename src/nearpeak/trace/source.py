@@ -11,6 +11,7 @@ import sysconfig
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType, TracebackType
+from typing import Any
 
 import torch
 from torch.autograd.graph import _engine_run_backward
@@ -90,7 +91,9 @@ _MAX_PARSED_FILES = 200
 def lines_that_write(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     """The lines of the user's own files that call classes of these names, or set `cudnn.benchmark` to other than False.
 
-    As "collate_fn": where a function that a data loader was given for that, or `__getitem__`, first pads items.
+    A function of one of these names counts unless its first argument is False, and so do an argument of that name that
+    is True, and an environment variable that is set. As "collate_fn": where a function that a data loader was given for
+    that, or `__getitem__`, first pads items.
 
     The remedy of some wastes is there, and no op runs there. All files are searched whose code ran or was imported.
     """
@@ -126,16 +129,38 @@ def _written_names(text: str) -> Iterator[tuple[str, int]]:
     makers = {"__getitem__"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            yield _last_name(node.func), node.lineno
+            if not (node.args and _is_constant(node.args[0], (False, None))):
+                yield _last_name(node.func), node.lineno
+            if _last_name(node.func) in _ENVIRONMENT_SETTERS and node.args:
+                yield _text_of(node.args[0]), node.lineno
+            yield from (
+                (keyword.arg, node.lineno)
+                for keyword in node.keywords
+                if keyword.arg and _is_constant(keyword.value, (True,))
+            )
             given = [keyword.value for keyword in node.keywords if keyword.arg == COLLATE]
             makers |= {_last_name(part) for value in given for part in ast.walk(value)}
         elif isinstance(node, ast.Assign) and not (isinstance(node.value, ast.Constant) and not node.value.value):
             yield from ((_SETTING, node.lineno) for target in node.targets if ast.unparse(target).endswith(_SETTING))
+            if not _is_constant(node.value, ("0",)):  # os.environ["NAME"] = "1"
+                keys = [target.slice for target in node.targets if isinstance(target, ast.Subscript)]
+                yield from ((text, node.lineno) for key in keys if (text := _text_of(key)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name in makers:
             calls = [call for call in ast.walk(node) if isinstance(call, ast.Call)]
             lines = [call.lineno for call in calls if _last_name(call.func) in _PADDING]
             yield from ((COLLATE, line) for line in sorted(lines)[:1])
+
+
+_ENVIRONMENT_SETTERS = frozenset({"setdefault", "putenv", "setenv"})
+
+
+def _is_constant(node: ast.AST, values: tuple[Any, ...]) -> bool:
+    return isinstance(node, ast.Constant) and node.value in values
+
+
+def _text_of(node: ast.AST) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
 def _last_name(node: ast.AST) -> str:

@@ -14,13 +14,12 @@ from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.experts import expert_places
 from nearpeak.findings.host_reads import (
     COPIES,
-    READS,
     copy_sources,
     is_copy_to_device,
     reading_places,
     reads_for_python,
 )
-from nearpeak.findings.step import Step, is_source_line
+from nearpeak.findings.step import READS, Step, is_source_line
 from nearpeak.ops.cost import Access
 from nearpeak.ops.op import Op
 from nearpeak.profiles.idle import IdleCause
@@ -182,7 +181,7 @@ _SELECTS = ("nonzero", "index", "index_put", "index_put_", "_index_put_impl_", "
 def synchronization(step: Step) -> Iterator[Waste]:
     """Lines at which the host waits for the device, and the device is idle because of it."""
     searched = {step.ops[index].place for index in searched_convolutions(step)}  # waits for its own measurements
-    elsewhere = set(reads_for_python(step))
+    elsewhere = set(reads_for_python(step)) | step.anomaly_places
     if {"storages", "lines"} <= step.knows:  # else no other rule finds them
         elsewhere |= expert_places(step) | reading_places(step)
     for cause in step.profile.idle:

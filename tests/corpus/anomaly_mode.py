@@ -1,0 +1,31 @@
+"""Training in which every gradient is looked at for a NaN, since one was searched for once."""
+
+import torch
+from torch import nn
+
+RULE = "debugging-left-on"
+DEVICES = ("cuda", "cpu")
+
+
+def training(device, looks):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(256, 256, device=device)
+
+    def step():
+        with torch.autograd.set_detect_anomaly(looks):  # waste
+            loss = model(x).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def waste(device):
+    return training(device, True)
+
+
+def clean(device):
+    return training(device, False)
