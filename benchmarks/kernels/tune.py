@@ -5,6 +5,10 @@
 Several processes compile all candidates first; a candidate that is not compiled in time is left out. Then all
 candidates for one size are measured in turns. A candidate whose result differs from that of the default, or between
 runs, is rejected and reported. Entries of the table for other operations or sizes are kept.
+
+    PYTHONPATH=src python -m benchmarks.kernels.tune --random 4,5 --json drawn.json
+
+measures kernels over rows at the shapes of random cells, for heuristics: see `drawn_tunables`.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,6 +30,7 @@ import torch
 from benchmarks.kernels.attention import portable
 from benchmarks.kernels.cases import SIZES, KernelCase, random_tensor, row_cases
 from benchmarks.kernels.copies import CopySizes, copy_cases
+from benchmarks.kernels.drawn_tunables import drawn_entries
 from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, work_through
 from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
@@ -97,6 +102,8 @@ class Tunable:
     least_bytes: int
     checked: bool = True
     """Whether all candidates give the same numbers."""
+    label: Mapping[str, Any] = field(default_factory=dict)
+    """Of a random cell, what it is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,6 +333,25 @@ def tunables(sizes: TunedSizes | None = None, device: str = "cuda") -> Iterator[
     for tunable in _all_tunables(sizes or TunedSizes(), device):
         rows = [config if isinstance(config, dict) else to_row(config) for config in tunable.candidates]
         yield replace(tunable, candidates=rows)
+
+
+def drawn_tunables(
+    seeds: Sequence[int], count: int, device: str, operations: Sequence[str] | None = None, *, tiny: bool = False
+) -> list[Tunable]:
+    """Kernels over rows at the shapes of random cells."""
+    return [
+        Tunable(
+            kernel=entry.kernel,
+            operation=entry.cell.operation,
+            where=Where(entry.size, entry.size - 1, entry.size),
+            candidates=[to_row(config) for config in entry.candidates],
+            make=entry.make,
+            least_bytes=entry.least_bytes,
+            checked=entry.cell.operation != "dropout_add",
+            label=entry.label,
+        )
+        for entry in drawn_entries(seeds, count, device, operations=operations, tiny=tiny)
+    ]
 
 
 def _all_tunables(sizes: TunedSizes, device: str) -> Iterator[Tunable]:
@@ -733,16 +759,20 @@ def compile_jobs(
         candidates = spread(tunable.candidates, most)
         for first in range(0, len(candidates), TOGETHER):
             some = dict(enumerate(candidates[first : first + TOGETHER], first))
-            yield f"{number}-{first}", lambda tunable=tunable, some=some: _steps(tunable, some)  # type: ignore[misc]
+            also = first == 0
+            yield f"{number}-{first}", lambda tunable=tunable, some=some, also=also: _steps(tunable, some, also)  # type: ignore[misc]
 
 
-def _steps(tunable: Tunable, candidates: dict[int, dict[str, Any]]) -> dict[str, Callable[[], Any]]:
+def _steps(
+    tunable: Tunable, candidates: dict[int, dict[str, Any]], default: bool = False
+) -> dict[str, Callable[[], Any]]:
     from nearpeak.kernels._runtime import tuning as _runtime_tuning
 
     _runtime_tuning._table(_generation()).clear()  # what another job left there
     using(tunable.kernel, None)
     way = tunable.make()
-    return {str(number): _with(tunable.kernel, candidate, way) for number, candidate in candidates.items()}
+    steps = {"default": _with(tunable.kernel, None, way)} if default else {}
+    return steps | {str(number): _with(tunable.kernel, candidate, way) for number, candidate in candidates.items()}
 
 
 def compiled(tunable: Tunable, number: int, most: int, jobs: Jobs | None) -> tuple[list[Any], list[Any]]:
@@ -758,7 +788,7 @@ def compiled(tunable: Tunable, number: int, most: int, jobs: Jobs | None) -> tup
     return done, failed
 
 
-def measured(tunable: Tunable, candidates: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def measured(tunable: Tunable, candidates: Sequence[dict[str, Any]], rounds: int = ROUNDS) -> dict[str, Any]:
     """The times of candidates of one entry, the fastest first."""
     from benchmarks.kernels.timing import in_turns
 
@@ -784,11 +814,12 @@ def measured(tunable: Tunable, candidates: Sequence[dict[str, Any]]) -> dict[str
             continue
         ways[json.dumps(candidate)] = one
     del right
-    seconds = in_turns(ways, ROUNDS, may_wait=False)
+    seconds = in_turns(ways, rounds, may_wait=False)
     using(tunable.kernel, None)
     order = sorted(seconds, key=lambda name: seconds[name])
     return {
         "kernel": tunable.kernel,
+        **tunable.label,
         **tunable.where._asdict(),
         "default_s": seconds["default"],
         "best_s": seconds[order[0]],
@@ -837,18 +868,25 @@ def merged(table: dict[str, list[dict[str, Any]]], rows: Sequence[dict[str, Any]
 
 def line(row: dict[str, Any]) -> str:
     gained = row["default_s"] / row["best_s"] - 1
+    where = row.get("text", row["size"])
     return (
-        f"{row['kernel']} {row['size']}: {row['best_s'] * 1e6:.1f} us, {row['terabytes_per_second']:.2f} TB/s, "
+        f"{row['kernel']} {where}: {row['best_s'] * 1e6:.1f} us, {row['terabytes_per_second']:.2f} TB/s, "
         f"{gained * 100:.1f} % over the default, {len(row['seconds']) - 1} measured, {len(row['failed'])} failed: "
         f"{row['best']}"
     )
 
 
-def tuned_rows(wanted: Sequence[Tunable], most: int, jobs: Jobs | None) -> Iterator[dict[str, Any]]:
+def tuned_rows(
+    wanted: Sequence[Tunable], most: int, jobs: Jobs | None, rounds: int = ROUNDS, limit_seconds: float = float("inf")
+) -> Iterator[dict[str, Any]]:
+    start = time.perf_counter()
     for number, tunable in enumerate(wanted):
+        if time.perf_counter() - start > limit_seconds:
+            print(f"{len(wanted) - number} entries are left", file=sys.stderr, flush=True)
+            return
         candidates, failed = compiled(tunable, number, most, jobs)
         try:
-            row = measured(tunable, candidates)
+            row = measured(tunable, candidates, rounds)
         except Exception as error:
             print(f"{tunable.kernel} {tunable.where.size} failed: {error}", file=sys.stderr, flush=True)
             continue
@@ -874,6 +912,10 @@ def main() -> int:
     parser.add_argument(
         "--rows", help="operations on rows at these, such as 16384x1536,8192x5120, in place of the usual"
     )
+    parser.add_argument("--random", help="kernels over rows at cells of these seeds, in place of all")
+    parser.add_argument("--cells", type=int, default=60, help="passes of each seed, of the operations asked for")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of all candidates of an entry")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for measuring")
     parser.add_argument("--variant", help="only candidates of this variant, beside what the table has")
     parser.add_argument("--most", type=int, default=MOST, help="candidates of an entry")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
@@ -883,6 +925,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rehearse and arguments.table and arguments.table.resolve().is_relative_to(SOURCE):
         parser.error("--rehearse is not for the table of the package")
+    if arguments.random and arguments.table:
+        parser.error("--random is for heuristics, and writes no table")
     set_caches()
     import torch
 
@@ -900,7 +944,11 @@ def main() -> int:
         sizes = {"sizes": replace(sizes.get("sizes", TunedSizes()), rows=shapes)}
     operations = arguments.operations.split(",") if arguments.operations else None
     at = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else None
-    wanted = wanted_tunables(operations, at, arguments.variant, device=device, **sizes)
+    if arguments.random:
+        seeds = [int(seed) for seed in arguments.random.split(",")]
+        wanted = drawn_tunables(seeds, arguments.cells, device, operations, tiny=arguments.rehearse)
+    else:
+        wanted = wanted_tunables(operations, at, arguments.variant, device=device, **sizes)
     with kernels.using("require"), own_backends():
         if arguments.work:
             work_through(Jobs(arguments.work), compile_jobs(wanted, arguments.most), clean)
@@ -915,10 +963,12 @@ def main() -> int:
                 command += ["--sizes", arguments.sizes] if arguments.sizes else []
                 command += ["--rows", arguments.rows] if arguments.rows else []
                 command += ["--variant", arguments.variant] if arguments.variant else []
+                command += ["--random", arguments.random, "--cells", str(arguments.cells)] if arguments.random else []
                 command += ["--rehearse"] if arguments.rehearse else []
                 took = run_workers(command, arguments.processes, arguments.compile_seconds)
                 print(f"compiled in {took:.0f} s", flush=True)
-            for row in tuned_rows(wanted, arguments.most, Jobs(Path(folder)) if arguments.processes else None):
+            jobs = Jobs(Path(folder)) if arguments.processes else None
+            for row in tuned_rows(wanted, arguments.most, jobs, arguments.rounds, arguments.limit):
                 rows.append(row)
                 print(f"{time.perf_counter() - start:6.1f} s  {line(row)}", flush=True)
                 if arguments.json:

@@ -18,6 +18,7 @@ from nearpeak.errors import KernelUnavailable, UsageError
 pytest.importorskip("triton")
 
 from nearpeak.kernels import norms as operations
+from nearpeak.kernels._runtime.ring_buffer import RingConfig
 from nearpeak.kernels._runtime.row_barrier import SplitConfig
 from nearpeak.kernels._runtime.strided_rows import strided_rows
 from nearpeak.kernels.norms import triton as norms_triton
@@ -466,6 +467,23 @@ def test_a_measured_tile_holds_for_many_rows_that_fill_its_block():
     measured = ForwardTileConfig(rows=2, warps=32)
     assert config(16384, 4096) == config(16384, 4000) == measured
     assert config(300, 4096).rows == config(16384, 2816).rows == 1
+
+
+def test_the_weight_is_read_with_the_rows_where_that_takes_few_registers():
+    tile = ForwardTileConfig(rows=1, warps=4)
+    assert tuning.reads_early(tile, 1024, 10**6, 132), "8 elements of a thread"
+    assert tuning.reads_early(tile, 4096, 300, 132), "few programs"
+    assert not tuning.reads_early(tile, 4096, 10**6, 132)
+    assert tuning.reads_early(replace(tile, early=True), 4096, 10**6, 132)
+    assert not tuning.reads_early(replace(tile, early=False), 1024, 300, 132)
+
+
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+def test_rows_between_measured_lengths_are_in_rings_in_backward_passes(centered, added):
+    for size in (16384 + 128, 26880, 65536 + 128):
+        config = tuning.backward_config(size, 8192, torch.device("cpu"), centered=centered, added=added)
+        assert isinstance(config, RingConfig)
 
 
 def test_masks_leave_registers_for_fewer_programs():

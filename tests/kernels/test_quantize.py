@@ -158,6 +158,13 @@ def test_rows_beyond_32_bits(block):
     assert torch.equal(again, kernels.dequantize(values, scales, block=block))
 
 
+def test_few_blocks_are_spread_over_all_multiprocessors():
+    few, many = quantize_triton.heuristic(128, 384, 132), quantize_triton.heuristic(128, 10**6, 132)
+    assert (few.pieces, few.warps) == (2, 1)
+    assert (many.pieces, many.warps) == (32, 4)
+    assert quantize_triton.heuristic(16384, 40, 132).pieces == 1
+
+
 def test_all_candidates_compute_the_same():
     x = torch.randn(3, 300, device=DEVICE)
     expected = kernels.quantize.reference(x, block=(1, 128))

@@ -218,6 +218,29 @@ def test_all_candidates_give_the_same():
         assert torch.equal(rotary_triton.forward(x, cos, sin, None, False, False, False, 64, config=config), expected)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_heads_of_two_tensors_are_in_programs_of_their_own_or_share_them(batch, interleaved):
+    from nearpeak.kernels.rotary import triton as rotary_triton
+
+    q, k, (cos, sin) = made(batch, 5, 6, 24), made(batch, 5, 3, 24), tables(5, 8)
+    options = (cos, sin, None, interleaved, False, False, 16)
+    expected = [rotary_triton.forward(x, *options) for x in (q, k)]
+    for tokens, heads in ((2, 4), (4, 2)):
+        for apart in (False, True):
+            config = rotary_triton.RotaryConfig(tokens=tokens, heads=heads, warps=1, apart=apart)
+            assert all(map(torch.equal, rotary_triton.forward_pair(q, k, *options, config=config), expected))
+
+
+def test_few_tokens_have_programs_for_each_of_two_tensors():
+    from nearpeak.kernels.rotary import triton as rotary_triton
+
+    few, many = (rotary_triton.heuristic(tokens, 32, 64, 0, 132) for tokens in (584, 65536))
+    assert few.apart
+    assert not many.apart
+    assert (few.tokens, few.heads) == (many.tokens, many.heads) == (4, 4)
+
+
 @pytest.mark.slow
 def test_the_operators_are_those_of_torch():
     x, y, (cos, sin) = made(2, 5, 3, 8).requires_grad_(), made(2, 5, 2, 8).requires_grad_(), tables(5, 2)

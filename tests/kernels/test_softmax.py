@@ -353,6 +353,9 @@ def test_configurations():
     assert choose_config("softmax", 9, 65536, x, masked=True, config=tile) == SplitConfig()
     assert choose_config("softmax", 9, 65536, x.float(), masked=False, config=tile) == SplitConfig()
     assert choose_config("softmax_backward", 9, 32768, x, masked=False, config=tile).packed
+    many, few = (choose_config("softmax_backward", rows, 9344, x, masked=False, config=None) for rows in (9999, 46))
+    assert (many.packed, few.packed) == (True, False), "threads with few elements have the registers for them"
+    assert few.warps > many.warps
 
 
 @pytest.mark.gpu

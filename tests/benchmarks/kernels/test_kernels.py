@@ -419,6 +419,35 @@ def test_a_kernel_is_tuned(tiny, kernel, tmp_path):
     json.dumps(row)
 
 
+def test_kernels_over_rows_are_measured_at_random_cells():
+    wanted = tune.drawn_tunables([4], 60, DEVICE)
+    assert len(wanted) >= 25
+    assert len({one.kernel for one in wanted}) >= 12
+    for one in wanted:
+        assert one.candidates, one.label
+        assert one.label["seed"] == 4
+        assert one.where.above < one.where.size == one.where.up_to
+    shown = [one.label["text"] for one in wanted]
+    assert shown == [one.label["text"] for one in tune.drawn_tunables([4], 60, DEVICE)], "processes agree on the order"
+    assert not [one for one in tune.drawn_tunables([4], 60, DEVICE, ["rotary"]) if one.kernel != "rotary"]
+
+
+def test_a_random_cell_is_measured():
+    try:
+        wanted = [
+            one for one in tune.drawn_tunables([4], 1, DEVICE, tiny=True) if one.kernel == "norm_forward_centered"
+        ]
+        (row,) = tune.tuned_rows(wanted, 1, None, 1)
+        assert list(tune.tuned_rows(wanted, 1, None, 1, limit_seconds=-1.0)) == []
+    finally:
+        _runtime_tuning._table.cache_clear()
+        _runtime_tuning._tuned.cache_clear()
+    assert (row["operation"], row["pass"], row["text"]) == ("layer_norm", "forward", "3 x 72")
+    assert len(row["seconds"]) == 2
+    assert row["failed"] == []
+    assert "norm_forward_centered 3 x 72" in tune.line(row)
+
+
 def test_a_wrong_candidate_is_left_out(tiny, monkeypatch):
     tunable = next(one for one in tiny if one.kernel == "softmax")
     monkeypatch.setattr(tune, "_alike", lambda one, other: False)

@@ -17,6 +17,11 @@ def launches():
                 q, k, table, table, None, False, False, False, q.shape[-1]
             ),
         )
+    config = rotary_triton.RotaryConfig(tokens=4, heads=4, warps=4)
+    yield (
+        "q and k of 128 in one program",
+        lambda: rotary_triton.forward_pair(q, k, table, table, None, False, False, False, 128, config=config),
+    )
     yield "interleaved", lambda: rotary_triton.forward(q, table, table, None, True, False, False, 128)
     yield "part of a head", lambda: rotary_triton.forward(q, table[:, :16], table[:, :16], None, False, True, False, 32)
     angles, where = empty(2, 256, 128), torch.arange(256)

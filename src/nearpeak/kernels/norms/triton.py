@@ -56,13 +56,12 @@ from nearpeak.kernels.norms.tuning import (
     backward_heuristic,
     forward_config,
     forward_heuristic,
+    reads_early,
     registers_per_thread,
 )
 
 _CACHE_BYTES = 34 * 2**20
 """Bytes, of the two tensors that are read twice, that stay in the L2 cache (50 MB) beside what is written."""
-_EARLY_WAVES = 4
-"""Programs of a multiprocessor up to which all start at once, and none finds the weight in a cache."""
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -77,8 +76,7 @@ def forward_tile(
 ):  # fmt: skip
     """Whole rows in registers: PACKED, as the 16 bits that were read, so that more programs run at a time.
 
-    EARLY, weight and bias are read with the rows, and not after their sums: that takes registers, and saves the time
-    of one more read from memory if programs are few.
+    EARLY, weight and bias are read with the rows, and not after their sums: see `reads_early`.
     """
     columns = assume_multiple(columns, WIDTH)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # (ROWS,)
@@ -358,7 +356,7 @@ def _forward(
         launch(
             forward_tile, (triton.cdiv(rows, config.rows), 1, 1), *tensors, *sizes, centered, strided.levels,
             strided.width, config.rows, next_power_of_2(columns), config.packed,
-            rows <= _EARLY_WAVES * config.rows * processors(x.device), warps=warps,
+            reads_early(config, next_power_of_2(size), rows, processors(x.device)), warps=warps,
             registers=None if config.programs is None else registers_per_thread(warps, config.programs),
         )  # fmt: skip
         return results

@@ -30,10 +30,15 @@ MAX_FEW_TILE = 8192
 MAX_ROWS = 128
 """Rows per program, each of which takes registers for its address and its statistics."""
 MIN_GROUP_ROW = 4096
+_EARLY_WAVES = 4
+"""Programs of a multiprocessor up to which all start at once, and none finds the weight in a cache."""
+_EARLY_ELEMENTS = 16
+"""Of 16 bits, of a thread: up to so many leave registers for weight and bias too."""
 FEW = "_few"
 """After the name of a kernel in the table: its configurations for few rows."""
 _WAVES = 4
 """Full ones of which a launch must have so many for a configuration that was measured with many rows."""
+_RING = RingConfig(width=16384, warps=8, programs=2, where="shared")
 _SHARED_BYTES = 220 * 2**10
 """The shared memory of a multiprocessor, less a little for reductions."""
 
@@ -50,6 +55,8 @@ class ForwardTileConfig:
     """Programs per multiprocessor, to which registers are limited; None sets no limit."""
     packed: bool = False
     """Keep rows as the 16 bits that were read, and not as float32, so that more programs run at a time."""
+    early: bool | None = None
+    """Read weight and bias together with the rows, and not after their sums; None: see `reads_early`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +133,18 @@ def forward_heuristic(size: int, rows: int, processors: int) -> ForwardTileConfi
     return ForwardTileConfig(rows=together, warps=warps, programs=2 if _fills_half(warps, block) else None)
 
 
+def reads_early(config: ForwardTileConfig, block: int, rows: int, processors: int) -> bool:
+    """Whether a program reads weight and bias together with its rows, and not after their sums.
+
+    The later read costs each program its latency, the earlier one registers: if a thread has few elements, or if there
+    are so few programs that registers do not matter.
+    """
+    if config.early is not None:
+        return config.early
+    few_elements = config.rows * block <= _EARLY_ELEMENTS * 32 * config.warps
+    return few_elements or rows <= _EARLY_WAVES * config.rows * processors
+
+
 def _fills_half(warps: int, block: int) -> bool:
     """Whether a row takes half of the registers, where the compiler may take a few more than half."""
     return warps == 16 and block == MAX_FORWARD_TILE // 2
@@ -152,13 +171,18 @@ def forward_candidates(size: int) -> list[ForwardConfig]:
 
 
 def backward_config(size: int, rows: int, device: torch.device, *, centered: bool, added: bool) -> BackwardConfig:
-    """The measured configuration, or the heuristic; few rows have their own of both."""
+    """The measured configuration, or the heuristic; few rows have their own of both.
+
+    Between measured lengths, rows that do not fit into registers are in rings, as on both sides.
+    """
     few = is_few(size, rows, processors(device))
     row = tuned(table_key("norm_backward", centered, added) + FEW * few, size, device)
     measured = from_row(row, BackwardTileConfig, GroupConfig, RingConfig)
     if measured is not None:
         return measured
-    return few_backward_heuristic(size) if few else backward_heuristic(size, centered=centered)
+    if few:
+        return few_backward_heuristic(size)
+    return _RING if next_power_of_2(size) > MAX_BACKWARD_TILE else backward_heuristic(size, centered=centered)
 
 
 def is_few(size: int, rows: int, processors: int) -> bool:

@@ -215,13 +215,17 @@ def sigmoid_and_slope(x):
 
 
 @triton.jit
-def tile_start(column_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The first row and the first column of a tile. See `tile_grid`."""
-    if column_blocks is None:
-        row_block, column_block = tl.program_id(1), tl.program_id(0)
+def tile_start(column_blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr):
+    """The first row and the first column of a tile. See `tile_grid`. FLAT: there is one row, a constant."""
+    if FLAT:
+        first_row, column_block = tl.cast(0, tl.int64), tl.program_id(0)
     else:
-        row_block, column_block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
-    return row_block.to(tl.int64) * ROWS, column_block.to(tl.int64) * BLOCK
+        if column_blocks is None:
+            row_block, column_block = tl.program_id(1), tl.program_id(0)
+        else:
+            row_block, column_block = tl.program_id(0) // column_blocks, tl.program_id(0) % column_blocks
+        first_row = row_block.to(tl.int64) * ROWS
+    return first_row, column_block.to(tl.int64) * BLOCK
 
 
 def tile_grid(rows: int, columns: int, height: int, block: int) -> tuple[tuple[int, int, int], int | None]:
@@ -239,10 +243,11 @@ def tile_grid(rows: int, columns: int, height: int, block: int) -> tuple[tuple[i
 def activation_kernel(
     x, bias, result, rows, columns, column_blocks, x_stride,
     NAME: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     # tells the compiler that these are multiples of WIDTH, so that it loads as wide as that allows
     columns, x_stride = columns // WIDTH * WIDTH, x_stride // WIDTH * WIDTH
-    first_row, first_column = tile_start(column_blocks, ROWS, BLOCK)
+    first_row, first_column = tile_start(column_blocks, ROWS, BLOCK, FLAT)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     inside = (row < rows - first_row) & (column < columns - first_column)
     offset = row.to(tl.int64)
@@ -258,13 +263,16 @@ def activation_kernel(
 def activation_backward_kernel(
     gradient, x, bias, x_gradient, partial, rows, columns, column_blocks, steps, gradient_stride, x_stride,
     NAME: tl.constexpr, HAS_BIAS: tl.constexpr, SUMS: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
     columns, x_stride = columns // WIDTH * WIDTH, x_stride // WIDTH * WIDTH
     gradient_stride = gradient_stride // WIDTH * WIDTH
     program = tl.program_id(0)
-    chunk = (program // column_blocks).to(tl.int64)
-    first_column = (program % column_blocks).to(tl.int64) * BLOCK
+    if FLAT:
+        chunk, first_column = tl.cast(0, tl.int64), program.to(tl.int64) * BLOCK
+    else:
+        chunk = (program // column_blocks).to(tl.int64)
+        first_column = (program % column_blocks).to(tl.int64) * BLOCK
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     is_column = column < columns - first_column
     offset = row.to(tl.int64)
@@ -322,7 +330,7 @@ def activation_forward(
     launch(
         activation_kernel, grid,
         x, x if bias is None else bias.contiguous(), result, rows, columns, column_blocks, x.stride(0),
-        activation, bias is not None, common_width(columns, x.stride(0)), height, block, warps=config.warps,
+        activation, bias is not None, common_width(columns, x.stride(0)), height, block, rows == 1, warps=config.warps,
     )  # fmt: skip
     return result
 
@@ -344,7 +352,7 @@ def activation_backward(
         activation_backward_kernel, (column_blocks * triton.cdiv(rows, height), 1, 1),
         gradient, x, x if bias is None else bias.contiguous(), result, x, rows, columns, column_blocks, 1,
         gradient.stride(0), x.stride(0), activation, bias is not None, False,
-        common_width(columns, gradient.stride(0), x.stride(0)), height, block, warps=config.warps,
+        common_width(columns, gradient.stride(0), x.stride(0)), height, block, rows == 1, warps=config.warps,
     )  # fmt: skip
     return result
 
@@ -370,7 +378,7 @@ def activation_backward_with_bias(
         activation_backward_kernel, (column_blocks * chunks, 1, 1),
         gradient, x, bias.contiguous(), result, partial, rows, columns, column_blocks, steps,
         gradient.stride(0), x.stride(0), activation, True, True,
-        common_width(columns, gradient.stride(0), x.stride(0)), height, block, warps=config.warps,
+        common_width(columns, gradient.stride(0), x.stride(0)), height, block, False, warps=config.warps,
     )  # fmt: skip
     width = 32  # 128 bytes, so that a short row is split among many programs too
     launch(
@@ -416,9 +424,10 @@ def load_pair(
 def gated_kernel(
     gate, up, result, rows, columns, column_blocks, gate_stride, up_stride,
     NAME: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     columns, gate_stride, up_stride = columns // WIDTH * WIDTH, gate_stride // WIDTH * WIDTH, up_stride // WIDTH * WIDTH
-    first_row, first_column = tile_start(column_blocks, ROWS, BLOCK)
+    first_row, first_column = tile_start(column_blocks, ROWS, BLOCK, FLAT)
     gate_tile, up_tile = load_pair(
         gate, up, first_row, first_column, rows, columns, gate_stride, up_stride, INTERLEAVED, ROWS, BLOCK
     )
@@ -433,10 +442,11 @@ def gated_backward_kernel(
     gradient, gate, up, gate_gradient, up_gradient, rows, columns, column_blocks,
     gradient_stride, gate_stride, up_stride, result_stride,
     NAME: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    FLAT: tl.constexpr,
 ):  # fmt: skip
     columns, gate_stride, up_stride = columns // WIDTH * WIDTH, gate_stride // WIDTH * WIDTH, up_stride // WIDTH * WIDTH
     gradient_stride, result_stride = gradient_stride // WIDTH * WIDTH, result_stride // WIDTH * WIDTH
-    first_row, first_column = tile_start(column_blocks, ROWS, BLOCK)
+    first_row, first_column = tile_start(column_blocks, ROWS, BLOCK, FLAT)
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     inside = (row < rows - first_row) & (column < columns - first_column)
     gradient += first_row * gradient_stride + first_column + row.to(tl.int64) * gradient_stride
@@ -521,7 +531,7 @@ def _launch_gated(
     launch(
         gated_kernel, grid,
         gate, up, result, rows, columns, column_blocks, gate.stride(0), up.stride(0),
-        activation, interleaved, common_width(columns, gate.stride(0), up.stride(0)), height, block,
+        activation, interleaved, common_width(columns, gate.stride(0), up.stride(0)), height, block, rows == 1,
         warps=config.warps,
     )  # fmt: skip
 
@@ -539,7 +549,7 @@ def _launch_gated_backward(
     launch(
         gated_backward_kernel, grid,
         gradient, gate, up, gate_gradient, up_gradient, rows, columns, column_blocks, *strides,
-        activation, interleaved, common_width(columns, *strides), height, block, warps=config.warps,
+        activation, interleaved, common_width(columns, *strides), height, block, rows == 1, warps=config.warps,
     )  # fmt: skip
 
 

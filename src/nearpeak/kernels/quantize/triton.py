@@ -16,7 +16,7 @@ from torch import Tensor
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.policy import INTERPRETED
 from nearpeak.kernels._runtime.rows import assume_multiple, common_width
-from nearpeak.kernels._runtime.tuning import from_row, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, tuned
 from nearpeak.kernels.quantize import scales_shape
 
 MAX_REGISTER_ROW = 16384
@@ -25,6 +25,8 @@ CLAMPS = tl.constexpr(INTERPRETED)
 """A GPU saturates in the conversion to 8 bits; the interpreter does not."""
 _MAX_PARTIAL_MAXIMA = 1024
 """Partial maxima of a tensor, all of which each program of the second launch reads."""
+_LEAST_ELEMENTS = 256
+"""Of a program."""
 _Constants = tuple[float, bool]
 """The largest number of the dtype, and whether scales are powers of two."""
 
@@ -285,9 +287,10 @@ def _quantize_pieces(
     if lines.shape[1] % columns == 0:
         lines = _flat(lines)
     size = lines.shape[1]
-    config = config or from_row(tuned("quantize_pieces", columns, lines.device), PiecesConfig) or heuristic(columns)
     per_row = triton.cdiv(size, columns)
     pieces = len(lines) * per_row
+    config = config or from_row(tuned("quantize_pieces", columns, lines.device), PiecesConfig)
+    config = config or heuristic(columns, pieces, processors(lines.device))
     one_row, programs = _programs(len(lines), per_row, config.pieces)
     launch(
         pieces_kernel, (programs, 1, 1), lines, values, scales, size, lines.stride(0), per_row, pieces, *constants,
@@ -386,10 +389,12 @@ def _flat(lines: Tensor) -> Tensor:
     return lines.view(1, -1) if lines.is_contiguous() else lines
 
 
-def heuristic(columns: int) -> PiecesConfig:
-    """Some thousand elements per program, at most 32 per thread."""
+def heuristic(columns: int, pieces: int, processors: int) -> PiecesConfig:
+    """Some thousand elements per program, at most 32 per thread; of few pieces fewer, down to a load of a warp."""
     elements = max(columns, 4096)
-    return PiecesConfig(pieces=elements // columns, warps=min(16, max(4, elements // 1024)))
+    warps = min(16, max(4, elements // 1024))
+    together, warps = spread_rows(elements // columns, warps, columns, pieces, processors)
+    return PiecesConfig(pieces=max(together, _LEAST_ELEMENTS // columns), warps=warps)
 
 
 def candidates(columns: int) -> list[PiecesConfig]:

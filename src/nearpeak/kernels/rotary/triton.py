@@ -14,14 +14,18 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
-from nearpeak.kernels._runtime.rows import common_width
-from nearpeak.kernels._runtime.tuning import from_row, tuned
+from nearpeak.kernels._runtime.rows import assume_multiple, common_width
+from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
 from nearpeak.kernels.rotary import empty_result
 
 _PAIRS = 1024
 """Pairs of numbers in a tile: a load of 128 bits for each half by each of 128 threads in bfloat16."""
 _HEADS_PER_TILE = 4
 """On an H200, tiles of 4 tokens and 4 heads of 128 are 2 to 4 % faster than those of 32 heads."""
+_FEW_PROGRAMS = 48
+"""Of a multiprocessor, of which it has 12 at a time: up to so many, a program that waits for memory twice shows."""
+_MOST_Y = 65_535
+"""Programs in the second dimension of a grid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,41 +37,53 @@ class RotaryConfig:
     heads: int
     """Heads per program."""
     warps: int
+    apart: bool = False
+    """Programs of its own for the second tensor, in place of heads of both in one."""
 
 
 @triton.jit
-def rotate(
-    x, result, batch, place, is_token, cosine, sine, first_head, heads,
-    x_batch, x_token, x_head, result_batch, result_token, result_head,
-    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Rotates HALF pairs of numbers in each head, and copies the REST.
+def head_rows(x, batch, place, head, batch_stride, token_stride, head_stride, WIDTH: tl.constexpr):
+    """Where heads of tokens begin, (TOKENS, HEADS, 1). WIDTH divides all strides."""
+    x += batch * assume_multiple(batch_stride, WIDTH) + place * assume_multiple(token_stride, WIDTH)
+    return x + head.to(tl.int64) * assume_multiple(head_stride, WIDTH)
 
-    `batch`, `place` and `is_token` are (TOKENS, 1, 1), `cosine` and `sine` are (TOKENS, 1, BLOCK).
-    """
-    x += batch * x_batch // WIDTH * WIDTH + place * x_token // WIDTH * WIDTH
-    result += batch * result_batch // WIDTH * WIDTH + place * result_token // WIDTH * WIDTH
-    x_head, result_head = x_head // WIDTH * WIDTH, result_head // WIDTH * WIDTH
-    head = first_head + tl.arange(0, HEADS)[None, :, None]  # (1, HEADS, 1)
-    is_head = is_token & (head < heads)
-    head = head.to(tl.int64)
-    source, target = x + head * x_head, result + head * result_head
+
+@triton.jit
+def load_halves(
+    source, is_head, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first and the second number of HALF pairs of each head, both (TOKENS, HEADS, BLOCK), in float32."""
     if INTERLEAVED:
         column = tl.arange(0, 2 * BLOCK)[None, None, :]
-        inside = is_head & (column < 2 * HALF)
-        both = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+        both = tl.load(source + column, mask=is_head & (column < 2 * HALF), other=0.0).to(tl.float32)
         first, second = tl.split(tl.reshape(both, (TOKENS, HEADS, BLOCK, 2)))
-        both = tl.join(first * cosine - second * sine, second * cosine + first * sine)
-        both = tl.reshape(both, (TOKENS, HEADS, 2 * BLOCK))
-        tl.store(target + column, both.to(result.dtype.element_ty), mask=inside)
     else:
         column = tl.arange(0, BLOCK)[None, None, :]
         inside = is_head & (column < HALF)
         first = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(source + HALF + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(target + column, (first * cosine - second * sine).to(result.dtype.element_ty), mask=inside)
-        tl.store(target + HALF + column, (second * cosine + first * sine).to(result.dtype.element_ty), mask=inside)
+    return first, second
+
+
+@triton.jit
+def write_rotated(
+    source, target, first, second, is_head, cosine, sine,
+    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes HALF rotated pairs of numbers of each head, and copies the REST."""
+    dtype = target.dtype.element_ty
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK)[None, None, :]
+        both = tl.join(first * cosine - second * sine, second * cosine + first * sine)
+        both = tl.reshape(both, (TOKENS, HEADS, 2 * BLOCK))
+        tl.store(target + column, both.to(dtype), mask=is_head & (column < 2 * HALF))
+    else:
+        column = tl.arange(0, BLOCK)[None, None, :]
+        inside = is_head & (column < HALF)
+        tl.store(target + column, (first * cosine - second * sine).to(dtype), mask=inside)
+        tl.store(target + HALF + column, (second * cosine + first * sine).to(dtype), mask=inside)
     if REST > 0:
         column = tl.arange(0, REST_BLOCK)[None, None, :]
         inside = is_head & (column < REST)
@@ -75,29 +91,54 @@ def rotate(
 
 
 @triton.jit
+def rotate(
+    x, result, batch, place, head, is_head, cosine, sine,
+    x_batch, x_token, x_head, result_batch, result_token, result_head,
+    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
+):  # fmt: skip
+    source = head_rows(x, batch, place, head, x_batch, x_token, x_head, WIDTH)
+    target = head_rows(result, batch, place, head, result_batch, result_token, result_head, WIDTH)
+    first, second = load_halves(source, is_head, HALF, INTERLEAVED, TOKENS, HEADS, BLOCK)
+    write_rotated(
+        source, target, first, second, is_head, cosine, sine,
+        HALF, REST, INTERLEAVED, TOKENS, HEADS, BLOCK, REST_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
 def rotary_kernel(
     first, first_result, second, second_result, cosines, sines, positions,
-    tokens, length, table_rows, first_heads, second_heads,
+    tokens, length, table_rows, first_heads, second_heads, head_blocks, second_block,
     first_batch, first_token, first_head, first_result_batch, first_result_token, first_result_head,
     second_batch, second_token, second_head, second_result_batch, second_result_token, second_result_head,
     cosine_batch, cosine_token, sine_batch, sine_token, position_batch, position_token,
     TABLE_STEP: tl.constexpr, REVERSE: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SECOND: tl.constexpr,
+    APART: tl.constexpr, ONE_SEQUENCE: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(tl.maximum(first_heads, second_heads), HEADS)
-    head = tl.program_id(0) % blocks * HEADS
-    token = tl.program_id(0) // blocks * TOKENS + tl.arange(0, TOKENS)[:, None, None]
+    """Heads of one tensor, APART, or of both."""
+    if head_blocks is None:  # see `_rotary_grid`
+        head_block, token_block = tl.program_id(0), tl.program_id(1)
+    else:
+        head_block, token_block = tl.program_id(0) % head_blocks, tl.program_id(0) // head_blocks
+    head = head_block * HEADS + tl.arange(0, HEADS)[None, :, None]  # (1, HEADS, 1)
+    token = token_block * TOKENS + tl.arange(0, TOKENS)[:, None, None]  # (TOKENS, 1, 1)
     is_token = token < tokens
-    batch, place = (token // length).to(tl.int64), (token % length).to(tl.int64)
-    # cosines and sines of each token, (TOKENS, 1, BLOCK)
+    if ONE_SEQUENCE:
+        batch, place = (token * 0).to(tl.int64), token.to(tl.int64)
+    else:
+        batch, place = (token // length).to(tl.int64), (token % length).to(tl.int64)
+    # cosines and sines of each token, (TOKENS, HEADS, BLOCK): each thread reads those of its own numbers, which
+    # otherwise would go through shared memory
     position, known = place, is_token
     if HAS_POSITIONS:
         position = tl.load(positions + batch * position_batch + place * position_token, mask=is_token, other=0).to(
             tl.int64
         )
         known = is_token & (position >= 0) & (position < table_rows)
-    column = tl.arange(0, BLOCK)[None, None, :]
+    column = tl.arange(0, BLOCK)[None, None, :] + tl.zeros([1, HEADS, 1], tl.int32)
     known = known & (column < HALF)
     # positions outside of the table become NaN, where memory beyond the table would look like numbers
     cosine = tl.load(
@@ -108,17 +149,42 @@ def rotary_kernel(
     ).to(tl.float32)
     if REVERSE:
         sine = -sine
-    rotate(
-        first, first_result, batch, place, is_token, cosine, sine, head, first_heads,
-        first_batch, first_token, first_head, first_result_batch, first_result_token, first_result_head,
-        HALF, REST, INTERLEAVED, WIDTH, TOKENS, HEADS, BLOCK, REST_BLOCK,
-    )  # fmt: skip
-    if HAS_SECOND and head < second_heads:
-        rotate(
-            second, second_result, batch, place, is_token, cosine, sine, head, second_heads,
-            second_batch, second_token, second_head, second_result_batch, second_result_token, second_result_head,
-            HALF, REST, INTERLEAVED, WIDTH, TOKENS, HEADS, BLOCK, REST_BLOCK,
-        )  # fmt: skip
+    if APART:  # blocks of heads of the second tensor come after those of the first
+        if head_block < second_block:
+            rotate(
+                first, first_result, batch, place, head, is_token & (head < first_heads), cosine, sine,
+                first_batch, first_token, first_head, first_result_batch, first_result_token, first_result_head,
+                HALF, REST, INTERLEAVED, WIDTH, TOKENS, HEADS, BLOCK, REST_BLOCK,
+            )  # fmt: skip
+        else:
+            head -= second_block * HEADS
+            rotate(
+                second, second_result, batch, place, head, is_token & (head < second_heads), cosine, sine,
+                second_batch, second_token, second_head, second_result_batch, second_result_token, second_result_head,
+                HALF, REST, INTERLEAVED, WIDTH, TOKENS, HEADS, BLOCK, REST_BLOCK,
+            )  # fmt: skip
+    else:
+        in_first = is_token & (head < first_heads)
+        source = head_rows(first, batch, place, head, first_batch, first_token, first_head, WIDTH)
+        target = head_rows(
+            first_result, batch, place, head, first_result_batch, first_result_token, first_result_head, WIDTH
+        )
+        x0, x1 = load_halves(source, in_first, HALF, INTERLEAVED, TOKENS, HEADS, BLOCK)
+        if HAS_SECOND:
+            in_second = is_token & (head < second_heads)
+            other_source = head_rows(second, batch, place, head, second_batch, second_token, second_head, WIDTH)
+            y0, y1 = load_halves(other_source, in_second, HALF, INTERLEAVED, TOKENS, HEADS, BLOCK)
+        write_rotated(
+            source, target, x0, x1, in_first, cosine, sine, HALF, REST, INTERLEAVED, TOKENS, HEADS, BLOCK, REST_BLOCK
+        )
+        if HAS_SECOND and head_block * HEADS < second_heads:
+            target = head_rows(
+                second_result, batch, place, head, second_result_batch, second_result_token, second_result_head, WIDTH
+            )
+            write_rotated(
+                other_source, target, y0, y1, in_second, cosine, sine,
+                HALF, REST, INTERLEAVED, TOKENS, HEADS, BLOCK, REST_BLOCK,
+            )  # fmt: skip
 
 
 def forward(
@@ -176,18 +242,30 @@ def _rotate(
     table_strides = [*_batch_strides(cos, 3, -2), *_batch_strides(sin, 3, -2)]
     position_strides = (0, 0) if positions is None else _batch_strides(positions, 2, -1)
     rest = 0 if pairs[0][0] is pairs[0][1] else head_dim - rotary_dim
-    config = (
-        config or from_row(tuned("rotary", head_dim, cos.device), RotaryConfig) or heuristic(max(sizes), half, rest)
-    )
     tokens = batch * length
+    config = config or from_row(tuned("rotary", head_dim, cos.device), RotaryConfig)
+    config = config or heuristic(tokens, max(sizes), half, rest, processors(cos.device))
+    blocks = [triton.cdiv(heads, config.heads) for heads in sizes]
+    apart = config.apart and len(pairs) == 2
+    grid, head_blocks = _rotary_grid(triton.cdiv(tokens, config.tokens), sum(blocks) if apart else max(blocks))
     launch(
-        rotary_kernel, (triton.cdiv(tokens, config.tokens) * triton.cdiv(max(sizes), config.heads), 1, 1),
-        *pairs[0], *pairs[-1], cos, sin, cos if positions is None else positions,
-        tokens, length, cos.shape[-2], sizes[0], sizes[-1],
+        rotary_kernel, grid, *pairs[0], *pairs[-1], cos, sin, cos if positions is None else positions,
+        tokens, length, cos.shape[-2], sizes[0], sizes[-1], head_blocks, blocks[0],
         *strides[:6], *strides[-6:], *table_strides, *position_strides,
-        step, reverse, positions is not None, len(pairs) == 2, half, rest, interleaved, common_width(*strides),
-        config.tokens, config.heads, next_power_of_2(half), next_power_of_2(rest), warps=config.warps,
+        step, reverse, positions is not None, len(pairs) == 2, apart, batch == 1, half, rest, interleaved,
+        common_width(*strides), config.tokens, config.heads, next_power_of_2(half), next_power_of_2(rest),
+        warps=config.warps,
     )  # fmt: skip
+
+
+def _rotary_grid(token_blocks: int, head_blocks: int) -> tuple[tuple[int, int, int], int | None]:
+    """The programs, and the number of blocks of heads, or None if the programs are in two dimensions.
+
+    Blocks of heads of the same tokens come after one another: tokens are read in the order of their memory.
+    """
+    if token_blocks <= _MOST_Y:
+        return (head_blocks, token_blocks, 1), None
+    return (head_blocks * token_blocks, 1, 1), head_blocks
 
 
 def _geometry(x: Tensor, heads_first: bool) -> tuple[int, int, int, int, int, int]:
@@ -202,12 +280,15 @@ def _batch_strides(table: Tensor, dimensions: int, dimension: int) -> tuple[int,
     return table.stride(0) if table.dim() == dimensions and table.shape[0] > 1 else 0, table.stride(dimension)
 
 
-def heuristic(heads: int, half: int, rest: int) -> RotaryConfig:
+def heuristic(tokens: int, heads: int, half: int, rest: int, processors: int) -> RotaryConfig:
     """A few heads of a few tokens."""
     heads_per_tile = min(next_power_of_2(heads), _HEADS_PER_TILE)
     width = max(next_power_of_2(half), next_power_of_2(rest) // 2)
-    tokens = max(1, _PAIRS // (heads_per_tile * width))
-    return RotaryConfig(tokens=min(tokens, 32), heads=heads_per_tile, warps=4)
+    tokens_per_tile = min(max(1, _PAIRS // (heads_per_tile * width)), 32)
+    programs = triton.cdiv(tokens, tokens_per_tile) * triton.cdiv(heads, heads_per_tile)
+    return RotaryConfig(
+        tokens=tokens_per_tile, heads=heads_per_tile, warps=4, apart=programs <= _FEW_PROGRAMS * processors
+    )
 
 
 def candidates(size: int, heads: int = 32) -> list[RotaryConfig]:
@@ -221,3 +302,17 @@ def candidates(size: int, heads: int = 32) -> list[RotaryConfig]:
                 if 1 <= tokens <= 64 and 8 <= pairs // (32 * warps) <= 32:
                     configs.append(RotaryConfig(tokens=tokens, heads=heads_per_tile, warps=warps))
     return configs
+
+
+def few_candidates(size: int, heads: int) -> list[RotaryConfig]:
+    """Configurations worth measuring for few tokens: 4 or 8 pairs per thread."""
+    half = next_power_of_2(size // 2)
+    shapes = {
+        (max(pairs // (many * half), 1), many, max(pairs // (32 * per_thread), 1))
+        for pairs, per_thread in ((256, 8), (512, 8), (1024, 8), (1024, 4))
+        for many in {min(next_power_of_2(heads), number) for number in (4, 8)}
+    }
+    configs = [
+        RotaryConfig(tokens=tokens, heads=many, warps=warps, apart=True) for tokens, many, warps in sorted(shapes)
+    ]
+    return [heuristic(2**24, heads, size // 2, 0, 1), *configs]

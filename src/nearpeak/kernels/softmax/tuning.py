@@ -19,6 +19,12 @@ from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, 
 
 _VECTOR_BYTES = 16
 """Bytes that a thread loads at once."""
+_MAX_TILE = 32768
+"""The longest row that is in registers if nothing was measured."""
+_RING = RingConfig(width=32768, warps=8)
+"""Of longer rows between measured lengths, as on both sides."""
+_PACKED_ELEMENTS = 32
+"""Of a thread: from so many on, it is worth to keep them as they were read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,8 @@ def choose_config(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bo
     backward, forced = kernel.endswith("backward"), config is not None
     if config is None:
         measured = from_row(tuned(kernel, columns, x.device), TileConfig, SplitConfig, RingConfig)
+        if measured is None and columns > _MAX_TILE:
+            measured = _RING
         config = heuristic(columns, backward=backward) if measured is None else adapt_to_rows(measured, rows)
     if isinstance(config, RingConfig) and not runs_on(x.device):
         return heuristic(columns, backward=backward)
@@ -53,6 +61,8 @@ def choose_config(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bo
     packed = config.packed or columns > _longest_tile(False, masked, backward)
     if not forced:
         together, warps = spread_rows(config.rows, config.warps, next_power_of_2(columns), rows, processors(x.device))
+        # threads of which each has a few elements have the registers for them
+        packed = packed and together * next_power_of_2(columns) >= _PACKED_ELEMENTS * 32 * warps
         config = replace(config, rows=together, warps=warps)
     return replace(config, packed=narrow and not masked and packed)
 
@@ -65,7 +75,7 @@ def _longest_tile(narrow: bool, masked: bool, backward: bool) -> int:
 
 
 def heuristic(columns: int, *, backward: bool = False) -> TileConfig | SplitConfig:
-    if columns > 32768:
+    if columns > _MAX_TILE:
         return SplitConfig()
     block = next_power_of_2(columns)
     elements = 1024 if backward else 2048  # of short rows together
@@ -86,7 +96,7 @@ def candidates(columns: int, *, backward: bool = False) -> list[Config]:
                     per_thread = rows * block // (32 * warps)
                     registers = per_thread * (2 if backward else 1) // (2 if packed else 1)
                     fits = per_thread >= 8 and registers <= (96 if warps <= 16 else 40)  # some are left for the rest
-                    if fits and (rows == 1 or rows * block <= 16384) and not (packed and per_thread < 32):
+                    if fits and (rows == 1 or rows * block <= 16384) and not (packed and per_thread < _PACKED_ELEMENTS):
                         configs.append(TileConfig(rows=rows, warps=warps, packed=packed))
     if columns >= 16384:
         configs += split_candidates(columns)
