@@ -199,3 +199,22 @@ def test_memory_from_another_process_was_made_before():
     (found,) = found_in(step, "padded-batch")
     received, model = (next(op.source for op in step.ops if name in op.name) for name in ("set_", "embedding"))
     assert found.source == model != received
+
+
+def test_tokens_without_a_label_are_no_padding():
+    def build():
+        torch.manual_seed(0)
+        embedding, head = torch.nn.Embedding(500, WIDTH), torch.nn.Linear(WIDTH, 500)
+        tokens = torch.randint(500, (8, LENGTH))
+        labels = tokens.clone()
+        labels[:, : 3 * LENGTH // 4] = -100
+
+        def step():
+            logits = head(embedding(tokens).relu())
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+
+        return step
+
+    step = examined(build, live=True)
+    assert step.trace.padding  # its labels look like one
+    assert not found_in(step, "padded-batch")

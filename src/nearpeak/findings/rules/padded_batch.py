@@ -39,6 +39,8 @@ def padded_batch(step: Step) -> Iterator[Waste]:
             continue
         places = _Places(storage, padding.stride)
         gains = _gains(step, places, [length / padding.length for length in lengths])
+        if gains and not any(_is_layer(step, index) for index in gains):
+            continue  # labels, which lead to a loss and its gradients: what has no label may be read all the same
         reached.update(places.storages)
         if not gains:
             continue
@@ -246,6 +248,15 @@ def _gains(step: Step, places: _Places, shares: Sequence[float]) -> dict[int, fl
         if known[key] > 0.0:
             gains[index] = seconds_by_size(step, index) * known[key]
     return gains
+
+
+_LAYERS = ("matrix", "attention", "convolution", "recurrent")
+
+
+def _is_layer(step: Step, index: int) -> bool:
+    """Whether an op of a forward pass is one of a layer that the sequences go through."""
+    op = step.ops[index]
+    return op.phase == "forward" and (step.costs[index].family in _LAYERS or "embedding" in op.packet)
 
 
 def _is_parameter(step: Step, tensor: Tensor) -> bool:
