@@ -7,8 +7,9 @@ Reads results of `python -m benchmarks.kernels`, of its own shapes and of random
 features of a call with the time of each backend over that of the fastest one; `nearpeak.kernels._runtime.choice` says
 how they decide.
 
-Prints, for each operation, how many cells run within 3 % of their fastest backend: when the table has the cell, and,
-"unseen", when it is left out of the table.
+Prints, for each operation, how much slower than their fastest backend calls are, on average and at worst, and the share
+that is slower by more than 3 %: of all cells when the table has them, and of random ones when it does not: when the
+cell is left out of the table ("one left out"), and when all cells of its seed are.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import argparse
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
 
 from nearpeak.kernels._runtime.choice import choose, read_model
+from nearpeak.kernels.attention.backends import BACKWARD_FEATURES as ATTENTION_BACKWARD_FEATURES
 from nearpeak.kernels.attention.backends import FEATURES as ATTENTION_FEATURES
+from nearpeak.kernels.attention.backends import MOST_NARROW_DIM, effective_batches, key_tiles
 from nearpeak.kernels.gemm.triton import FEATURES as GEMM_FEATURES
-from nearpeak.kernels.gemm.triton import filled
+from nearpeak.kernels.gemm.triton import filled, is_odd
 from nearpeak.kernels.norms.library import FEATURES as NORM_FEATURES
 from nearpeak.kernels.norms.library import padding
 
@@ -38,7 +41,7 @@ PROCESSORS = 132
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 FEATURES = {
     "attention": ATTENTION_FEATURES,
-    "attention_backward": ATTENTION_FEATURES,
+    "attention_backward": ATTENTION_BACKWARD_FEATURES,
     "gemm": GEMM_FEATURES,
     "gemm_fp8": GEMM_FEATURES,
     **dict.fromkeys(("rms_norm", "rms_norm_backward", "layer_norm", "layer_norm_backward"), NORM_FEATURES),
@@ -61,6 +64,8 @@ class Cell:
     features: Mapping[str, float]
     seconds: Mapping[str, float]
     """By backend."""
+    seed: int | None = None
+    """Of a random cell."""
 
     @property
     def losses(self) -> dict[str, float]:
@@ -78,7 +83,7 @@ def read_cells(path: Path) -> Iterator[Cell]:
         return
     if "cells" in data:
         for row in data["cells"]:
-            yield from _random_cell(row)
+            yield from (replace(cell, seed=row["seed"]) for cell in _random_cell(row))
         return
     for row in data["attention"]:
         shape = {**row, "key_heads": row["heads"], "queries": row["tokens"], "keys": row["tokens"]}
@@ -127,17 +132,26 @@ def _flags(shape: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _attention(row: Mapping[str, Any], shape: Mapping[str, Any], dtype: str) -> Iterator[Cell]:
-    packed = "sequences" in shape
-    longest = shape.get("longest")
-    queries, keys = (longest, longest) if packed else (shape["queries"], shape["keys"])
+    if row["pass"] == "both":
+        return
+    backward = row["pass"] == "backward"
+    packed = "lengths" in shape
+    queries, keys = (max(shape["lengths"]),) * 2 if packed else (shape["queries"], shape["keys"])
+    sequences, total = (len(shape["lengths"]), sum(shape["lengths"])) if packed else (shape["batch"], 0)
+    if backward:
+        extent = key_tiles(shape["key_heads"], total or sequences * keys, sequences, PROCESSORS)
+    else:
+        extent = shape["heads"] * (effective_batches(total, queries) if packed else sequences)
+    value_dim = shape.get("value_dim", shape["dim"])
     values = (
-        shape["heads"] * (1 if packed else shape["batch"]), shape["heads"] // shape["key_heads"], queries, keys,
-        shape["dim"], shape["value_dim"], shape["causal"], shape.get("window") or 0, packed,
+        extent, shape["heads"] // shape["key_heads"], queries, keys, shape["dim"], value_dim,
+        max(shape["dim"], value_dim) > MOST_NARROW_DIM, shape["causal"], shape.get("window") or 0, packed,
         packed or shape["layout"] == "tokens first", ITEM_BYTES[dtype],
     )  # fmt: skip
-    if row["pass"] != "both":
-        name = "attention" if row["pass"] == "forward" else "attention_backward"
-        yield from _cell(name, values, row, "gluon" if shape["dim"] in (64, 128) else "triton")
+    if packed and "varlen" in row["seconds"]:  # which "flash" runs
+        row = {**row, "seconds": {**row["seconds"], "flash": row["seconds"]["varlen"]}, "candidates": ("flash",)}
+    name = "attention_backward" if backward else "attention"
+    yield from _cell(name, values, row, "gluon" if shape["dim"] in (64, 128) else "triton")
 
 
 def _table_product(row: Mapping[str, Any]) -> Iterator[Cell]:
@@ -171,7 +185,11 @@ def _scale_flags(scales: str) -> dict[str, bool]:
 def _product(row: Mapping[str, Any], sizes: tuple[int, int, int], itemsize: int, **flags: bool) -> Iterator[Cell]:
     rows, columns, depth = sizes
     share = filled(rows, columns * (2 if flags.get("gated") else 1), PROCESSORS)
-    values = (rows, columns, depth, itemsize, *(flags.get(name, False) for name in [*GEMM_FEATURES][4:-1]), share)
+    strides = rows if flags.get("a_by_columns") else depth, columns if flags.get("b_by_columns") else depth
+    values = (
+        rows, columns, depth, itemsize, *(flags.get(name, False) for name in [*GEMM_FEATURES][4:-3]), share,
+        is_odd(columns * (2 if flags.get("gated") else 1), itemsize), any(is_odd(one, itemsize) for one in strides),
+    )  # fmt: skip
     yield from _cell("gemm" if itemsize > 1 else "gemm_fp8", values, row, "gluon")
 
 
@@ -212,25 +230,43 @@ def table_cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-def chosen_loss(cell: Cell, others: Sequence[Cell]) -> float:
-    """What the choice by other cells loses in a cell."""
+def chosen_losses(cells: Sequence[Cell], others: Sequence[Cell]) -> list[float]:
+    """What the choices by other cells lose in cells of one operation."""
+    if not cells:
+        return []
     order = ("torch", "cudnn", "flash", "gluon", "triton")  # of candidates
-    names = tuple(name for name in order if name in cell.seconds)
-    features = FEATURES[cell.operation]
+    features = FEATURES[cells[0].operation]
     model = read_model([table_cell(other) for other in others], features)
-    return cell.losses[choose(cell.operation, names, features, [*cell.features.values()], model).backend]
+    losses = []
+    for cell in cells:
+        names = tuple(name for name in order if name in cell.seconds)
+        choice = choose(cell.operation, names, features, [*cell.features.values()], model)
+        losses.append(cell.losses[choice.backend])
+    return losses
 
 
 def describe(cells: Sequence[Cell]) -> str:
-    """One line on how good the choices by these cells are."""
-    seen = [chosen_loss(cell, cells) for cell in cells]
+    """Some lines on how good the choices by these cells are."""
+    random = [cell for cell in cells if cell.seed is not None]
     # the two products of a backward pass were timed together: neither decides for the other
-    unseen = [chosen_loss(cell, [other for other in cells if other.seconds != cell.seconds]) for cell in cells]
-    shares = [
-        f"{name} {sum(loss <= log(CLOSE) for loss in losses) / len(losses):.0%}, worst {exp(max(losses)):.2f}"
-        for name, losses in (("within 3 %:", seen), ("unseen", unseen))
+    without_cell = [
+        loss for cell in random for loss in chosen_losses([cell], [o for o in cells if o.seconds != cell.seconds])
     ]
-    return f"{cells[0].operation}: {len(cells)} cells, {'; '.join(shares)}"
+    without_seed = [
+        loss
+        for seed in dict.fromkeys(cell.seed for cell in random)
+        for loss in chosen_losses([o for o in random if o.seed == seed], [o for o in cells if o.seed != seed])
+    ]
+    kinds = {"in the table": chosen_losses(cells, cells), "one left out": without_cell, "seed left out": without_seed}
+    return "\n".join(_line(cells[0].operation, name, losses) for name, losses in kinds.items() if losses)
+
+
+def _line(operation: str, kind: str, losses: Sequence[float]) -> str:
+    mean, share = exp(sum(losses) / len(losses)) - 1, sum(loss > log(CLOSE) for loss in losses) / len(losses)
+    return (
+        f"{operation:20s} {kind:13s} {len(losses):4d} cells: {mean:6.2%} slower, {share:4.0%} by more than 3 %,"
+        f" worst {exp(max(losses)):.2f}"
+    )
 
 
 def main() -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from kernel_checks import DEVICE, assert_kernel_is_exact
 
-from benchmarks.kernels.fit_choices import Cell, chosen_loss, read_cells, table_cell
+from benchmarks.kernels.fit_choices import Cell, chosen_losses, describe, read_cells, table_cell
 from nearpeak import kernels
 from nearpeak.errors import KernelUnavailable, UsageError
 from nearpeak.kernels._runtime import capability as capability_of
@@ -357,6 +358,45 @@ class AttentionOfTorch:
         self.calls.append("flash backward")
         return self.backward(gradient, query, key, value, result, lse, causal, scale)
 
+    def packed(self, query, key, value, query_starts, key_starts, longest_query, longest_key, causal, scale):
+        """The arguments of the reference, after checks of what FlashAttention takes."""
+        assert query_starts.dtype == key_starts.dtype == torch.int32
+        assert query.dim() == key.dim() == value.dim() == 3
+        assert query.stride(2) == 1
+        inputs = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        starts = (query_starts, key_starts, longest_query, longest_key)
+        return *inputs, *(None,) * 4, *starts, -1, 0 if causal else -1, True, scale, 0.0, 0.0
+
+    def packed_flash(
+        self, query, key, value, query_starts, key_starts, longest_query, longest_key, dropout, causal, debug, *,
+        scale=None, **options,
+    ):  # fmt: skip
+        self.calls.append("packed flash")
+        arguments = self.packed(query, key, value, query_starts, key_starts, longest_query, longest_key, causal, scale)
+        result, lse = attention_forward(*arguments)
+        result, lse = result.squeeze(0).transpose(0, 1), lse.squeeze(0)
+        lse[lse == float("-inf")] = float("inf")  # of queries that see no key
+        end = int(query_starts[-1])
+        result[end:], lse[:, end:] = float("nan"), float("nan")  # uninitialized
+        number = torch.empty((), dtype=torch.uint64)
+        return result.contiguous(), lse.contiguous(), number, number, torch.empty(0)
+
+    def packed_flash_backward(
+        self, gradient, query, key, value, result, lse, query_starts, key_starts, longest_query, longest_key, dropout,
+        causal, state, unused, *, scale=None, **options,
+    ):  # fmt: skip
+        self.calls.append("packed flash backward")
+        assert lse.shape == (query.shape[1], query.shape[0])
+        assert not bool((lse[:, : int(query_starts[-1])] == float("-inf")).any())
+        arguments = self.packed(query, key, value, query_starts, key_starts, longest_query, longest_key, causal, scale)
+        gradient, result = (x.transpose(0, 1).unsqueeze(0) for x in (gradient, result))
+        lse = lse.masked_fill(lse == float("inf"), float("-inf")).unsqueeze(0)
+        gradients = attention_backward(gradient, None, result, lse, *arguments, True, True, False, False)[:3]
+        packed = [x.squeeze(0).transpose(0, 1).contiguous() for x in gradients]
+        for x, starts in zip(packed, (query_starts, key_starts, key_starts), strict=True):
+            x[int(starts[-1]) :] = float("nan")
+        return tuple(packed)
+
 
 @pytest.fixture
 def attention_of_torch(on_cpu, monkeypatch):
@@ -371,6 +411,10 @@ def attention_of_torch(on_cpu, monkeypatch):
         implementations.impl(operator, getattr(made, name), "CPU")
         implementations.impl(f"{operator}_backward", getattr(made, f"{name}_backward"), "CPU")
         monkeypatch.setattr(torch.backends.cuda, f"can_use_{name}_attention", lambda params, debug=False: True)
+    implementations.impl("_flash_attention_forward", made.packed_flash, "CPU")
+    implementations.impl("_flash_attention_backward", made.packed_flash_backward, "CPU")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(backends, "_HAS_PACKED_FLASH", True)
     yield made.calls
     implementations._destroy()
 
@@ -424,6 +468,144 @@ def test_what_attention_of_torch_takes(attention_of_torch):
     assert candidates(q.float(), q.float(), q.float()) == ("triton",)
     assert candidates(q[..., :4], q[..., :4], q[..., :4]) == ("triton",)
     assert candidates(q[:, :1].expand(-1, 4, -1, -1), q, q) == ("triton",)
+
+
+def packed_tensors(query_lengths, key_lengths=None, dim=8, after=0, dtype=torch.float16):
+    """Query, key and value of heads (4, 2, 2), and the places of sequences: one tensor of starts if lengths agree."""
+    starts = torch.tensor([0, *query_lengths]).cumsum(0).to(torch.int32)
+    key_starts = starts if key_lengths is None else torch.tensor([0, *key_lengths]).cumsum(0).to(torch.int32)
+    queries, keys = int(starts[-1]) + after, int(key_starts[-1]) + after
+    tensors = [torch.randn(tokens, heads, dim).to(dtype) for tokens, heads in ((queries, 4), (keys, 2), (keys, 2))]
+    longest = max(query_lengths), max(key_lengths or query_lengths)
+    return tensors, (starts, key_starts, *longest)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key_lengths", [None, [9, 3, 33, 0, 5]])
+def test_packed_attention_by_torch(attention_of_torch, key_lengths, causal):
+    torch.manual_seed(0)
+    tensors, places = packed_tensors([7, 0, 40, 1, 5], key_lengths, after=4)
+
+    def run(function):
+        return lambda *tensors: function(*tensors, *places, causal=causal)
+
+    call, reference = run(kernels.attention_packed), run(kernels.attention_packed.reference)
+    with kernels.using("require", backend="flash"):
+        assert_kernel_is_exact(call, reference, tensors)
+        result, lse = kernels.attention_packed(*tensors, *places, causal=causal, return_lse=True)
+    _, exact_lse = kernels.attention_packed.reference(*tensors, *places, causal=causal, return_lse=True)
+    torch.testing.assert_close(lse, exact_lse, atol=1e-3, rtol=1e-3)
+    assert result.is_contiguous()
+    assert not bool(result[places[0][-1] :].any())
+    assert attention_of_torch in (None, ["packed flash", "packed flash backward", "packed flash"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("backend", ["flash", "triton"])
+def test_packed_attention_at_full_size(backend, dim, causal):
+    torch.manual_seed(0)
+    tensors, places = packed_tensors([301, 0, 1, 1000, 17, 128], dim=dim, after=37, dtype=torch.bfloat16)
+
+    def run(function):
+        return lambda *tensors: function(*tensors, *places, causal=causal)
+
+    with kernels.using("require", backend=backend):
+        assert_kernel_is_exact(run(kernels.attention_packed), run(kernels.attention_packed.reference), tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash", "triton"])
+def test_packed_sequences_of_a_cuda_graph_may_change(name):
+    """Neither pass reads the starts on the host, or waits for the device."""
+    tensors, (starts, *_) = packed_tensors([100, 28], dim=64, dtype=torch.bfloat16)
+    tensors = [x.requires_grad_() for x in tensors]
+
+    def both():
+        result = kernels.attention_packed(*tensors, starts, starts, 128, 128, causal=True)
+        return result, *torch.autograd.grad(result, tensors, torch.ones_like(result))
+
+    with kernels.using(backend=name):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            both()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = both()
+        for lengths in ((1, 127), (64, 64), (90, 0)):  # the last ones leave tokens without a sequence
+            starts.copy_(torch.tensor([0, *lengths]).cumsum(0))
+            graph.replay()
+            for one, other in zip(captured, both(), strict=True):
+                torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("key_lengths", [None, [9, 3, 33, 0, 5]])
+def test_passes_of_packed_attention_may_have_different_backends(attention_of_torch, key_lengths):
+    torch.manual_seed(0)
+    tensors, places = packed_tensors([7, 0, 40, 1, 5], key_lengths, after=3)
+    tensors = [x.requires_grad_() for x in tensors]
+
+    def gradients(forward, backward):
+        with kernels.using(backend=forward):
+            result = kernels.attention_packed(*tensors, *places, causal=True)
+        with kernels.using(backend=backward):
+            return torch.autograd.grad(result.float().square().sum(), tensors)
+
+    for one, other in zip(gradients("flash", "triton"), gradients("triton", "flash"), strict=True):
+        torch.testing.assert_close(one, other, atol=4e-3, rtol=4e-3)
+    assert attention_of_torch in (None, ["packed flash", "packed flash backward"])
+
+
+def test_what_packed_attention_of_torch_takes(attention_of_torch):
+    tensors, places = packed_tensors([7, 40])
+    same = [7, 40]
+
+    def candidates(tensors=tensors, places=places, **options):
+        return kernels.supports(kernels.attention_packed, *tensors, *places, **options).choice.candidates
+
+    assert candidates() == ("flash", "triton")
+    assert candidates(causal=True, alignment="top left") == ("flash", "triton")
+    with_keys = packed_tensors(same, [8, 41])
+    assert candidates(*with_keys, causal=True) == ("flash", "triton")
+    assert candidates(*with_keys, alignment="top left") == ("flash", "triton")
+    assert candidates(*with_keys, causal=True, alignment="top left") == ("triton",)
+    for options in (
+        {"window": (3, 0)}, {"softcap": 5.0}, {"slopes": torch.zeros(4)}, {"sinks": torch.zeros(4)}, {"dropout": 0.1},
+    ):  # fmt: skip
+        assert candidates(**options) == ("triton",)
+    query, key, value = tensors
+    assert candidates([query, key, value[..., :4].contiguous()]) == ("triton",)
+    assert candidates([x.transpose(0, 1).contiguous().transpose(0, 1) for x in tensors]) == ("triton",)
+    assert candidates(*packed_tensors(same, dim=12)) == ("triton",)
+    assert candidates(*packed_tensors(same, dtype=torch.float32)) == ("triton",)
+    assert candidates(*packed_tensors([1, 1])) == ("triton",)  # a sequence of one query has other statistics
+    together = torch.randn(47, 8, 8).half()
+    assert candidates(together.split((4, 2, 2), dim=1)) == ("flash", "triton")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert candidates() == ("flash", "triton")
+        assert backends.candidates(problem_of(tensors, places), backward=True) == ["triton"]
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def problem_of(tensors, places):
+    inputs = (x.transpose(0, 1).unsqueeze(0) for x in tensors)
+    return backends.AttentionProblem(*inputs, *(None,) * 4, *places, -1, -1, True, 0.25, 0.0, 0.0)
+
+
+def test_features_of_packed_sequences(attention_of_torch):
+    problem = problem_of(*packed_tensors([300, 40, 100]))
+    forward, backward = (
+        dict(zip(names, backends.features(problem, backward=names is backends.BACKWARD_FEATURES), strict=True))
+        for names in (backends.FEATURES, backends.BACKWARD_FEATURES)
+    )
+    assert forward["heads"] == 4 * 1  # 440 queries, 300 in the longest sequence
+    assert backward["key_tiles"] == round(100 * 2 * 3 * 2 / 132)  # 2 heads and 3 sequences, of 2 tiles on average
+    assert (forward["queries"], forward["packed"], forward["wide"]) == (300, True, False)
 
 
 def test_deterministic_algorithms_have_no_backward_pass_of_torch(attention_of_torch):
@@ -497,14 +679,23 @@ def test_a_cell_of_the_table():
 def test_cells_decide_for_one_that_was_left_out():
     cells = [made_cell(rows, torch=1.0, triton=1.4) for rows in (64, 128, 256)]
     cells += [made_cell(rows, torch=3.0, triton=2.0) for rows in (1024, 4096, 16384)]
-    assert chosen_loss(made_cell(100, torch=1.0, triton=1.4), cells) == 0.0
-    assert chosen_loss(made_cell(8000, torch=3.0, triton=2.0), cells) == 0.0
-    assert chosen_loss(made_cell(8000, torch=2.0, triton=4.0), cells) == pytest.approx(0.6931, abs=1e-4)
+    assert chosen_losses([made_cell(100, torch=1.0, triton=1.4)], cells) == [0.0]
+    assert chosen_losses([made_cell(8000, torch=3.0, triton=2.0)], cells) == [0.0]
+    assert chosen_losses([made_cell(8000, torch=2.0, triton=4.0)], cells) == [pytest.approx(0.6931, abs=1e-4)]
+
+
+def test_how_good_choices_are_without_a_cell_and_without_its_seed():
+    few = [replace(made_cell(rows, torch=1.0 * rows, triton=1.4 * rows), seed=1) for rows in (16, 32)]
+    many = [replace(made_cell(rows, torch=3.0 * rows, triton=2.0 * rows), seed=2) for rows in (8192, 16384)]
+    in_table, without_cell, without_seed = describe([*few, *many]).splitlines()
+    assert "in the table     4 cells:  0.00% slower,   0% by more than 3 %, worst 1.00" in in_table
+    assert "0.00% slower" in without_cell
+    assert "50% by more than 3 %, worst 1.50" in without_seed  # far from all others, torch's runs
 
 
 def test_the_fit_reads_random_cells(tmp_path):
     attention = {
-        "operation": "attention", "pass": "backward", "dtype": "bfloat16", "backend": "gluon",
+        "operation": "attention", "pass": "backward", "dtype": "bfloat16", "backend": "gluon", "seed": 4,
         "shape": {
             "batch": 2, "heads": 32, "key_heads": 8, "queries": 100, "keys": 100, "dim": 128, "value_dim": 128,
             "causal": True, "window": None, "layout": "tokens first",
@@ -512,7 +703,7 @@ def test_the_fit_reads_random_cells(tmp_path):
         "seconds": {"nearpeak": 3.0, "nearpeak/triton": 4.0, "cudnn": 2.0, "flash": 5.0, "efficient": 1.0},
     }  # fmt: skip
     product = {
-        "operation": "gemm swiglu", "pass": "forward", "dtype": "float16", "backend": "torch",
+        "operation": "gemm swiglu", "pass": "forward", "dtype": "float16", "backend": "torch", "seed": 4,
         "shape": {"rows": 18, "features": 2176, "results": 12488},
         "seconds": {"nearpeak": 1.0, "nearpeak/gluon": 2.0, "eager": 3.0},
     }  # fmt: skip
@@ -521,8 +712,8 @@ def test_the_fit_reads_random_cells(tmp_path):
     gradient["seconds"] = {"nearpeak": 1.5, "nearpeak/gluon": 2.0, "cublas": 1.0}
     path.write_text(json.dumps({"cells": [attention, product, {**product, "operation": "rotary"}, gradient]}))
     first, second, by_x, by_weight = read_cells(path)
-    assert first.operation == "attention_backward"
-    assert first.features["heads"] == 64
+    assert (first.operation, first.seed) == ("attention_backward", 4)
+    assert first.features["key_tiles"] == 12  # percent: 16 tiles on 132 multiprocessors
     assert first.features["group"] == 4
     assert first.features["tokens_first"] == 1
     assert first.seconds == {"triton": 4.0, "gluon": 3.0, "cudnn": 2.0, "flash": 5.0}
@@ -546,7 +737,7 @@ def test_cells_of_attention_variants_have_the_time_of_their_fastest_configuratio
     (cell,) = read_cells(path)
     assert cell.operation == "attention_backward"
     assert cell.seconds == {"gluon": 4.0, "cudnn": 3.0, "triton": 9.0}
-    assert [cell.features[name] for name in ("heads", "group", "tokens_first", "dim")] == [64, 4, 1, 192]
+    assert [cell.features[name] for name in ("group", "tokens_first", "dim", "wide")] == [4, 1, 192, 1]
 
 
 def test_the_table_has_the_cells_of_the_results_that_it_names():

@@ -16,3 +16,6 @@ def launches():
             yield f"forward {kind}", lambda problem=problem: attention_triton.forward(problem)
             given = (problem, x, None, x, lse, True, True, False, False)
             yield f"backward {kind}", lambda given=given: attention_triton.backward(*given)
+    x, lse = torch.empty(1024, 4, 64, dtype=torch.bfloat16).transpose(0, 1).unsqueeze(0), torch.empty(1, 4, 1024)
+    starts = torch.tensor([0, 300, 1000], dtype=torch.int32)
+    yield "narrow: after the last sequence", lambda: attention_triton.fill_tail(starts, x, x, lse)

@@ -374,6 +374,9 @@ def attention_packed(
 
     The result is [tokens, heads, value dim], and the log-sum-exp is [heads, tokens]. Tokens after the last sequence
     have zeros, and -inf as log-sum-exp.
+
+    Which backend runs is chosen by size, as in `attention`: the portable kernels, or FlashAttention-2 as
+    `torch.nn.attention.varlen` has it, whose gradients are not bitwise reproducible.
     """
     result, lse = _forward(
         *packed_operator_arguments(

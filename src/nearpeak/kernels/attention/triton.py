@@ -37,6 +37,8 @@ _MAX_ROW_STRIDE = 2**31 // 256
 _MAX_WINDOW = 2**29
 """More than any number of tokens."""
 _DELTA_ROWS = 64
+_TAIL_PROGRAMS, _TAIL_BLOCK = 256, 1024
+"""Programs that look for tokens after the last sequence, and elements that each of them fills at a time."""
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Of query, key, value, bias and sinks; empty tensors for those that are not needed."""
@@ -63,6 +65,12 @@ class AttentionProblem:
         self.query_starts = None if query_starts is None else query_starts.contiguous()
         self.key_starts = None if key_starts is None else key_starts.contiguous()
         self.sequences = self.batches if query_starts is None else query_starts.numel() - 1
+        self.is_square = (
+            self.queries == self.keys
+            if self.query_starts is None or self.key_starts is None
+            else (self.query_starts.data_ptr() == self.key_starts.data_ptr())
+        )
+        """Whether each sequence is known to have as many queries as keys."""
         self.max_queries = longest_query if self.packed else self.queries
         self.max_keys = longest_key if self.packed else self.keys
         self.original_bias = bias
@@ -85,19 +93,13 @@ class AttentionProblem:
         )
 
     def new_token_major(self, batches: int, tokens: int, heads: int, dim: int) -> Tensor:
-        """A new tensor [batch, heads, tokens, dim] with tokens before heads in memory.
-
-        It is uninitialized, or zeros for packed sequences, as some tokens may belong to no sequence.
-        """
+        """A new tensor [batch, heads, tokens, dim] with tokens before heads in memory, uninitialized."""
         shape, strides = (batches, heads, tokens, dim), (tokens * heads * dim, dim, heads * dim, 1)
-        new = torch.empty_strided(shape, strides, dtype=self.query.dtype, device=self.query.device)
-        return new.zero_() if self.packed else new
+        return torch.empty_strided(shape, strides, dtype=self.query.dtype, device=self.query.device)
 
     def new_lse(self) -> Tensor:
-        """A new tensor [batch, heads, queries] of float32, with -inf for queries that belong to no sequence."""
-        shape = (self.batches, self.heads, self.queries)
-        new = torch.empty(shape, dtype=torch.float32, device=self.query.device)
-        return new.fill_(float("-inf")) if self.packed else new
+        """A new tensor [batch, heads, queries] of float32, uninitialized."""
+        return torch.empty((self.batches, self.heads, self.queries), dtype=torch.float32, device=self.query.device)
 
     # arguments that all kernels take, in their order
 
@@ -462,6 +464,52 @@ def attention_forward_kernel(
     tl.store(lse + index, log_sum_exp, mask=index < query_count)
 
 
+@triton.jit(do_not_specialize=["sequences", "tokens", "width", "second_width", "heads"])
+def fill_tail_kernel(
+    first, second, lse, starts, sequences, tokens, width, second_width, heads, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Zeros in [tokens, width], and -inf in [heads, tokens], after the last sequence."""
+    end = tl.load(starts + sequences).to(tl.int64)
+    all_tokens = tl.cast(tokens, tl.int64)
+    _zero_rows(first, end, all_tokens, tl.cast(width, tl.int64), BLOCK)
+    if second is not None:
+        _zero_rows(second, end, all_tokens, tl.cast(second_width, tl.int64), BLOCK)
+    if lse is not None:
+        for head in range(tl.program_id(0), heads, tl.num_programs(0)):
+            row = lse + tl.cast(head, tl.int64) * all_tokens
+            for token in range(end, all_tokens, BLOCK):
+                index = token + tl.arange(0, BLOCK)
+                tl.store(row + index, tl.full([BLOCK], float("-inf"), tl.float32), mask=index < all_tokens)
+
+
+@triton.jit
+def _zero_rows(x, first, last, width, BLOCK: tl.constexpr):
+    """Zeros in the rows `first` to `last`: this program's blocks of them."""
+    begin = first * width + tl.program_id(0).to(tl.int64) * BLOCK
+    for place in range(begin, last * width, tl.num_programs(0).to(tl.int64) * BLOCK):
+        index = place + tl.arange(0, BLOCK)
+        tl.store(x + index, tl.zeros([BLOCK], x.dtype.element_ty), mask=index < last * width)
+
+
+def fill_tail(starts: Tensor, first: Tensor, second: Tensor | None = None, lse: Tensor | None = None) -> None:
+    """Fills what belongs to no packed sequence, the tokens after the last one, which only the device knows.
+
+    Args:
+        starts: The first token of each sequence, and the end of the last one.
+        first: [1, heads, tokens, dim] with tokens before heads in memory; gets zeros.
+        second: Another one with as many tokens.
+        lse: [1, heads, tokens] in float32, contiguous; gets -inf.
+    """
+    tokens = first.shape[2]
+    width, second_width = (0 if x is None else x.shape[1] * x.shape[3] for x in (first, second))
+    heads = 0 if lse is None else lse.shape[1]
+    if tokens:
+        launch(
+            fill_tail_kernel, (_TAIL_PROGRAMS, 1, 1), first, second, lse, starts, starts.numel() - 1, tokens, width,
+            second_width, heads, _TAIL_BLOCK,
+        )  # fmt: skip
+
+
 def forward(problem: AttentionProblem, *, config: TileConfig | None = None) -> tuple[Tensor, Tensor]:
     """The result, token-major in memory, and the log-sum-exp of the scores in float32."""
     result = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.value_dim)
@@ -475,6 +523,8 @@ def forward(problem: AttentionProblem, *, config: TileConfig | None = None) -> t
         *problem.constants(), config.queries, config.keys,
         warps=config.warps, stages=config.stages,
     )  # fmt: skip
+    if problem.query_starts is not None:
+        fill_tail(problem.query_starts, result, lse=lse)
     return result, lse
 
 
@@ -911,6 +961,8 @@ def backward(
             *options, *problem.numbers(blocks), *problem.constants(), tile.queries, tile.keys,
             warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
+        if problem.key_starts is not None:
+            fill_tail(problem.key_starts, by_key, by_value)
     if for_query:
         by_query = problem.new_token_major(problem.batches, problem.queries, problem.heads, problem.dim)
         tile = config or problem.config("attention_queries")
@@ -920,6 +972,8 @@ def backward(
             *options, *problem.numbers(blocks), *problem.constants(), tile.queries, tile.keys,
             warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
+        if problem.query_starts is not None:
+            fill_tail(problem.query_starts, by_query)
     if for_bias and problem.original_bias is not None:
         by_bias = bias_backward(problem, gradient, lse2, delta, problem.original_bias)
     if for_sinks and problem.sinks is not None:
