@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -163,7 +163,7 @@ def kernel_seconds(op: Op, cost: Cost, missed: float, gpu: Gpu, constants: Const
 
 _FIXED = {
     "pointwise": "vector.fixed",
-    "reduction": "reduction.rows",
+    "reduction": "reduction.fixed",
     "normalization": "layer_norm.fixed",
     "creation": "fill.fixed",
     "optimizer": "foreach.fixed",
@@ -333,6 +333,15 @@ def _contiguous(tensor: Tensor) -> bool:
     return True
 
 
+@model("aten.masked_fill")
+def _masked_copy(kernel: Kernel) -> float:
+    """A copy, and a fill of it in place."""
+    size = kernel.op.outputs[0].bytes
+    return (
+        kernel["vector.fixed"] + kernel.memory(reads=size, writes=size) + _pass(kernel, _form(kernel.op), writes=size)
+    )
+
+
 @model("aten.constant_pad_nd")
 def _pad(kernel: Kernel) -> float:
     """A fill, and a copy into the middle."""
@@ -360,7 +369,8 @@ def _generated(kernel: Kernel) -> float:
     """Numbers that are computed: cycles for each."""
     cycles = kernel[f"generated.{_RANDOM[kernel.op.packet]}"]
     count = _elements(*kernel.op.outputs) or _elements(*kernel.op.written)
-    return kernel["generated.fixed"] + _both(kernel.memory(), kernel.cycles(count * cycles))
+    fixed = kernel["fill.fixed" if _RANDOM[kernel.op.packet] == "arange" else "generated.fixed"]
+    return fixed + _both(kernel.memory(), kernel.cycles(count * cycles))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,38 +419,93 @@ def _reduction(kernel: Kernel) -> float:
     name = op.packet.removeprefix("aten.")
     cycles = kernel.get(f"reduction.{name}", kernel["reduction.element"])
     slow = kernel["reduction.pairs"] if name in ("argmax", "argmin", "max", "min", "var", "std", "var_mean") else 1.0
-    compiled = kernel["reduction.compiled"] if name == "prod" and lines.inner == 1 else 0.0
-    return compiled + _reduce(kernel, lines, cycles, slow)
+    return _reduce(kernel, lines, cycles, slow)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """How torch's kernel of reductions spreads its work."""
+
+    values: float
+    """Elements that a thread reads, one after the other."""
+    loads: int
+    """How many of them it has in flight."""
+    blocks: float
+    beside: float
+    """Blocks on a multiprocessor."""
+    stages: float
+    """Exchanges between the threads of a block."""
+    vector: int
+    """Results of a thread, for each of which the code is repeated."""
+    parts: float
+    """Blocks that share a result."""
+    sums: float
+    """Values of other blocks that a thread of the last one adds up, one after the other."""
+
+
+def _layout(lines: _Lines, processors: int) -> _Layout:
+    """The choice of torch's `setReduceConfig`: threads along what is contiguous, more of them where few results are.
+
+    A block has 512 threads, fewer where each has two or four results side by side.
+    """
+    rows = lines.inner == 1
+    results = lines.outer * lines.inner
+    vector = 1
+    if rows:
+        loads = 4 if results > 1 or lines.length <= 128 else 16
+        across, down = (lines.length if loads == 4 else lines.length // 4), results
+    else:
+        vector = 4 if lines.inner % 4 == 0 else 2 if lines.inner % 2 == 0 else 1
+        loads = 4
+        across, down = results // vector, lines.length
+    most = 512 // vector
+    width, height = (min(most, 1 << max(0, int(math.log2(max(1, size))))) for size in (across, down))
+    narrow = min(width, 32)
+    height = min(height, most // narrow)
+    width = min(width, most // height)
+    values = lines.length / (width if rows else 1)
+    stages = math.log2(width) if rows else 0.0
+    together = height if rows else width  # results of a block, or vectors of them
+    if values >= min(16 * height, 256):
+        values /= height
+        stages += math.log2(height)
+        together = 1 if rows else width
+    elif not rows:
+        together = width * height
+    blocks = math.ceil(results / vector / together)
+    beside = 2048 / (width * height)
+    parts = 1.0
+    if values >= 256 and blocks <= processors * beside:
+        parts = max(min(math.ceil(processors * beside / blocks), math.ceil(values / 16)), math.ceil(values / 256))
+        values /= parts
+    return _Layout(
+        values=max(1.0, values),
+        loads=loads,
+        blocks=blocks * parts,
+        beside=beside,
+        stages=stages,
+        vector=vector,
+        parts=parts,
+        sums=math.ceil(parts / (width * height if rows else height)),
+    )
 
 
 def _reduce(kernel: Kernel, lines: _Lines, cycles: float, slow: float = 1.0) -> float:
-    """`slow` is how many times longer a step takes than that of a sum."""
+    """Loads that wait for each other in each thread, waves of blocks, and exchanges in a block and between blocks.
+
+    `slow` is how many times longer a step takes than that of a sum.
+    """
+    layout = _layout(lines, kernel.gpu.processors)
     memory = kernel.memory(writes=0.0) * kernel["reduction.bytes"]
-    if lines.inner == 1:
-        threads = min(512, max(1, lines.length))
-        steps = lines.length / (threads * 4)
-        wanted = kernel.gpu.processors * 4
-        split = lines.length >= 32768 and lines.outer < wanted
-        if split:
-            steps /= max(1.0, wanted / lines.outer)
-        fixed = kernel["reduction.rows"] + (kernel["reduction.split"] if split else 0.0)
-        latency = steps * kernel["reduction.step"] * slow
-        work = lines.elements * cycles + lines.outer * kernel["reduction.row"]
-        return fixed + _both(memory, kernel.cycles(work), latency, sharpness=2)
-    whole = lines.inner % 4 == 0  # four results to a thread
-    across = min(32, 1 << int(math.log2(max(1, lines.inner // 4 if whole else lines.inner))))
-    down = (128 if whole else 512) // across
-    per_thread = lines.length / down
-    split = per_thread >= min(16 * down, 256)
-    if split:
-        blocks = max(1.0, lines.outer * lines.inner / (4 * across))
-        shared = min(kernel.gpu.processors * 16 / blocks, per_thread / 16)
-        per_thread /= max(1.0, shared, per_thread / 256)
-    fixed = kernel["reduction.columns"] + (kernel["reduction.column_split"] if split else 0.0)
-    fixed += kernel["reduction.column_pairs"] if slow > 1.0 and whole else 0.0
-    latency = per_thread * kernel["reduction.column_step"] * slow
-    memory *= kernel["reduction.column_bytes"]
-    return fixed + _both(memory, kernel.cycles(lines.elements * cycles * 1.5), latency, sharpness=2)
+    waves = layout.blocks / (kernel.gpu.processors * layout.beside)
+    steps = math.ceil(layout.values / layout.loads)
+    block = kernel["reduction.block"] + layout.stages * kernel["reduction.stage"]
+    block += steps * kernel["reduction.step" if lines.inner == 1 else "reduction.column_step"] * slow
+    fixed = kernel["reduction.fixed"] + kernel["reduction.code"] * layout.vector * slow
+    if layout.parts > 1:
+        fixed += kernel["reduction.parts"] + layout.sums * kernel["reduction.sum"] * slow
+    work = kernel.cycles(lines.elements * cycles)
+    return fixed + block + _both(memory, work, max(0.0, waves - 1) * block, sharpness=2)
 
 
 _WARP_ROW = 1024
@@ -462,21 +527,35 @@ def _softmax(kernel: Kernel) -> float:
             + kernel["softmax.warp_row"] * padded / _WARP_ROW
             + _both(kernel.memory() * kernel["softmax.bytes"], kernel.cycles(count * kernel["softmax.warp_element"]))
         )
-    return _block_rows(kernel, lines, "softmax" if "log" not in op.packet else "log_softmax", reads=3)
+    return _block_rows(kernel, lines, again=2)
 
 
-def _block_rows(kernel: Kernel, lines: _Lines, kind: str, *, reads: int) -> float:
-    """A block for each row, which is read again where it does not fit on the chip."""
-    again = reads if lines.length * lines.item > kernel["softmax.on_chip"] else 1
-    read = again * sum(tensor.bytes for tensor in kernel.op.inputs)
-    rows = lines.elements / lines.length
-    wave = kernel.waves(rows, 2, kernel["softmax.row"] + lines.length * 2 * kernel[f"{kind}.element"])
-    if rows > 8 * kernel.gpu.processors:
-        wave = kernel.cycles(lines.elements * kernel[f"{kind}.element"])
-    return kernel["softmax.fixed"] + _both(kernel.memory(reads=read) * kernel["softmax.bytes"], wave)
+def _block_rows(kernel: Kernel, lines: _Lines, *, again: int, backward: bool = False) -> float:
+    """A block for each row: vectors of 16 bytes, and exchanges between the threads.
+
+    The forward has 1024 threads, of which a multiprocessor has one block where the row is in shared memory; the
+    backward has half as many as there are vectors. A row that does not fit on the chip is read `again`: from the cache,
+    as long as the rows in flight fit there.
+    """
+    rows, row_bytes = lines.elements / lines.length, lines.length * lines.item
+    fits = row_bytes <= kernel["softmax.on_chip"]
+    threads, beside = 1024, 1 if fits else 2
+    if backward:
+        threads = max(32, 1 << math.ceil(math.log2(min(row_bytes / 16, 1024.0) / 2)))
+        beside = 2048 // threads
+    steps = math.ceil(row_bytes / 16 / threads)
+    memory = kernel.memory() * kernel["softmax.bytes"]
+    if not fits:
+        steps *= 1 + again
+        in_flight = kernel.gpu.processors * beside * row_bytes
+        speed = kernel.gpu.cache_bandwidth if in_flight < kernel["softmax.cached"] else kernel.gpu.bandwidth
+        memory += again * lines.elements * lines.item / speed
+    waves = max(1.0, rows / (kernel.gpu.processors * beside))
+    block = kernel["softmax.row"] + steps * kernel["softmax.step"]
+    return kernel["softmax.fixed"] + _both(memory, waves * block)
 
 
-def _down_columns(kernel: Kernel, lines: _Lines, *, passes: int) -> float:
+def _down_columns(kernel: Kernel, lines: _Lines, *, passes: float) -> float:
     """A thread for each column: its elements one after the other, in several passes."""
     threads = min(lines.inner, 1024)
     beside = 1
@@ -484,6 +563,10 @@ def _down_columns(kernel: Kernel, lines: _Lines, *, passes: int) -> float:
         while threads * beside <= 512 and beside <= lines.length:
             beside *= 2
     step = kernel["columns.step"] + kernel["columns.thread"] * threads * beside / 1024
+    if beside > 1:  # the threads of a warp are in different rows
+        step *= kernel["columns.apart"]
+    if threads * lines.length * lines.item <= 2**16:  # later passes find the data on the chip
+        passes = 1 + (passes - 1) * kernel["columns.again"]
     blocks = lines.outer * math.ceil(lines.inner / threads)
     waves = math.ceil(blocks / (kernel.gpu.processors * 2))
     return kernel["columns.fixed"] + max(kernel.memory(), waves * passes * math.ceil(lines.length / beside) * step)
@@ -500,10 +583,9 @@ def _softmax_backward(kernel: Kernel) -> float:
     if lines.length <= _WARP_ROW:
         padded = 1 << math.ceil(math.log2(max(2, lines.length)))
         start = kernel["softmax.warp_fixed"] + kernel["softmax.warp_row"] * padded / _WARP_ROW
-        return product + start + kernel.memory() * kernel["softmax.bytes"]
-    again = 2 if lines.length * lines.item > kernel["softmax.on_chip"] else 1
-    read = again * sum(tensor.bytes for tensor in op.inputs)
-    return product + kernel["softmax.fixed"] + kernel.memory(reads=read) * kernel["softmax.bytes"]
+        work = kernel.cycles(lines.elements / lines.length * padded * kernel["softmax.warp_backward"])
+        return product + start + _both(kernel.memory() * kernel["softmax.bytes"], work)
+    return product + _block_rows(kernel, lines, again=1, backward=True)
 
 
 def _row_steps(kernel: Kernel, rows: float, width: float) -> float:
@@ -575,7 +657,14 @@ def _batch_norm(kernel: Kernel) -> float:
     if given and not backward:
         return kernel["batch_norm.given"] + passing
     if last:
-        return kernel["batch_norm.last"] + passing * kernel[f"{kind}.last_passes"]
+        # 512 threads in 2 dimensions: rows are spread until a thread has 16 elements, of which it loads 4 at a time.
+        down = min(32, 1 << math.ceil(math.log2(max(1.0, length / 16))))
+        down = max(512 // min(channels, 32), 512 // down) if channels < 32 else max(1, min(down, 16))
+        spread = min(128, math.ceil(length / (16 * down)))
+        steps = math.ceil(length / (spread * down * 4))
+        return (
+            kernel["batch_norm.last"] + steps * kernel["batch_norm.last_step"] + passing * kernel[f"{kind}.last_passes"]
+        )
     if "cudnn" in op.packet:
         kind = f"cudnn_{kind}"
     block = kernel[f"{kind}.channel"] + kernel[f"{kind}.step"] * length / 512
@@ -663,11 +752,15 @@ def _embedding_backward(kernel: Kernel) -> float:
     fill = kernel["fill.fixed"] + sum(tensor.bytes for tensor in op.outputs) / kernel.gpu.bandwidth
     if index.elements <= 3072:
         return fill + kernel["embedding_backward.fixed"] + index.elements * kernel["embedding_backward.index"]
+    # Equal indices are added up ten at a time, and then these sums: so many rows are of the table.
+    count, rows = index.elements, op.outputs[0].shape[0]
+    sums = count / 10 + rows * (1 - math.exp(-count / rows))
+    width = gradient.elements / count
     return (
         fill
         + kernel["embedding_backward.sort"]
-        + index.elements * kernel["embedding_backward.sorted"]
-        + kernel.cycles(gradient.elements * kernel["embedding_backward.element"])
+        + count * kernel["embedding_backward.sorted"]
+        + kernel.cycles(sums * width * kernel["embedding_backward.element"])
     )
 
 
@@ -698,21 +791,38 @@ def _scan(kernel: Kernel) -> float:
     return kernel["scan.fixed"] + max(kernel.memory(), steps * step)
 
 
+def _block_sort(kernel: Kernel, rows: float, length: int, item: float) -> float:
+    """Rows of up to 4096 elements, each by one block of a size that torch has compiled.
+
+    Up to 32 elements by compare and exchange; above in passes over 4 bits each, of 128 elements or of 1024 and more,
+    whose code is long since every thread has 32 of them.
+    """
+    if length <= 32:
+        return kernel["sort.fixed"] + kernel.cycles(rows * 32 * kernel["sort.short_element"])
+    padded = 128 if length <= 128 else max(1024, 1 << math.ceil(math.log2(length)))
+    passes, each = 2 * item, 4 if padded == 128 else 32
+    code = kernel["sort.code"] if each == 32 else 0.0
+    alone = code + passes * each * kernel["sort.pass_element"]
+    return kernel["sort.fixed"] + _both(alone, kernel.cycles(rows * padded * passes * kernel["sort.element"]))
+
+
 @model("aten.sort", "aten.argsort", "aten.msort")
 def _sort(kernel: Kernel) -> float:
-    """Short rows within a block, long ones by passes over the digits of all."""
+    """Rows of up to 4096 elements within a block, long ones by passes over the digits of all."""
     op = kernel.op
     lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
-    digits = lines.item
-    if lines.length <= 32:
-        return kernel["sort.short_fixed"] + kernel.cycles(lines.elements * kernel["sort.short_element"])
-    if lines.length <= 4096 and lines.outer * lines.inner > 1:
-        return kernel["sort.block_fixed"] + kernel.cycles(
-            lines.elements * kernel["sort.block_element"] * (0.5 + digits / 8)
-        )
-    rows = 1.7 if lines.outer * lines.inner > 1 else 1.0
-    passes = rows * (kernel["sort.fixed"] + digits * kernel["sort.digit"])
-    return passes + kernel.cycles(lines.elements * kernel["sort.element"] * digits)
+    rows = lines.outer * lines.inner
+    if lines.length <= 4096:  # values and places are copied and numbered first
+        moved = lines.elements * (2 * lines.item + 3 * 8) / kernel.gpu.bandwidth
+        return kernel["sort.before"] + moved + _block_sort(kernel, rows, lines.length, lines.item)
+    fixed = kernel["sort.long_fixed"] + lines.item * kernel["sort.digit"]
+    if rows >= 128:  # a block for each row
+        passes = math.ceil(8 * lines.item / 6)
+        return fixed + kernel.cycles(lines.elements * passes * kernel["sort.segment_element"])
+    again = 1.0
+    if rows > 1:  # all rows at once, and again by the number of the row
+        fixed, again = fixed * kernel["sort.again"], kernel["sort.again"]
+    return fixed + kernel.cycles(lines.elements * kernel["sort.long_element"] * lines.item * again)
 
 
 @model("aten.topk", "aten.kthvalue", "aten.median")
@@ -721,26 +831,23 @@ def _topk(kernel: Kernel) -> float:
     op = kernel.op
     lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
     rows = lines.elements / lines.length
-    count = float(op.arguments.get("k", 1))
-    after = kernel["topk.sort"] + kernel.cycles(rows * min(count, 128.0) * kernel["topk.result"])
+    count = int(op.arguments.get("k", 1))
+    after = _block_sort(kernel, rows, count, lines.item) if 1 < count <= 4096 and "topk" in op.packet else 0.0
     several = (rows <= 20 and lines.length >= 20000) or (20 < rows <= 40 and lines.length >= 10000) or (
         40 < rows < 80 and lines.length >= 8000
     ) or (80 <= rows < 200 and lines.length >= 5000) or (200 <= rows < 800 and lines.length >= 3000) or (
         rows >= 800 and lines.length >= 1000
     )  # fmt: skip
-    if several:
-        return (
-            after
-            + kernel["topk.several_fixed"]
-            + lines.item * kernel["topk.digit"]
-            + kernel.cycles(lines.elements * kernel["topk.several_element"])
-        )
-    waves = max(1.0, rows / (kernel.gpu.processors * 2))
-    return (
-        after
-        + kernel["topk.fixed"]
-        + waves * (kernel["topk.row"] + lines.length * kernel["topk.row_element"]) / kernel.gpu.clock
-    )
+    if several:  # 8 bits at a time
+        work = lines.elements * kernel["topk.several_element"] + rows * kernel["topk.several_row"]
+        return after + kernel["topk.several_fixed"] + lines.item * (kernel["topk.several_digit"] + kernel.cycles(work))
+    # 2 bits at a time by a block of a thread for each element, up to 1024; and a last time to gather.
+    threads = min(1024, 32 * math.ceil(lines.length / 32))
+    waves = max(1.0, rows / (kernel.gpu.processors * min(32, 2048 // threads)))
+    steps = math.ceil(lines.length / threads)
+    digits = 4 * lines.item if count > 1 else kernel["topk.first"] * 4 * lines.item
+    block = kernel["topk.block"] + (digits + 2) * (kernel["topk.digit"] + steps * kernel["topk.step"])
+    return after + kernel["topk.fixed"] + waves * block
 
 
 @model("pooling")
@@ -822,14 +929,18 @@ def _recurrent(kernel: Kernel) -> float:
     if network.resident:
         # Sequences are spread over multiprocessors, each of which goes through all weights.
         step = kernel["recurrent.resident_step"] + network.matrix * kernel["recurrent.resident_weight"] / gpu.clock
+        step += network.batch * kernel["recurrent.resident_sequence"]
     else:
         stored = network.matrix * source.item_bytes
         fits = stored * network.chains < kernel["recurrent.cached"]
         step = kernel["recurrent.stepped_step"] + stored / (gpu.cache_bandwidth if fits else gpu.bandwidth)
-    step *= kernel["recurrent.backward"] if "backward" in op.packet else 1.0
+    layer = kernel["recurrent.layer"]
+    if "backward" in op.packet:
+        step *= kernel["recurrent.backward"]
+        layer *= kernel["recurrent.backward_layer"]
     rate = gpu.matrix.get(_dtype(kernel), gpu.vector)
     products = sum(kernel.cost.product_flops.values()) / rate * kernel["recurrent.products"]
-    return kernel["recurrent.fixed"] + network.chains * (kernel["recurrent.layer"] + network.steps * step) + products
+    return kernel["recurrent.fixed"] + network.chains * (layer + network.steps * step) + products
 
 
 def kernel_count(op: Op, constants: Constants) -> int:
@@ -894,7 +1005,16 @@ _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 
 
 def _product(
-    kernel: Kernel, batch: int, m: int, n: int, k: int, dtype: str, *, kind: str, alignment: int = 16
+    kernel: Kernel,
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    dtype: str,
+    *,
+    kind: str,
+    alignment: int = 16,
+    splits: bool = True,
 ) -> float:
     """The compute time of a matrix product: the best choice of tile and of parts of the contraction.
 
@@ -919,7 +1039,9 @@ def _product(
         tile_rate = rate * edge / (edge + half) * (85.3 + half) / 85.3
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         for split in _SPLITS:
-            if split > 1 and (batch > 1 or k < split * kernel[f"{kind}.split_depth"] or 2 * tiles > gpu.processors):
+            if split > 1 and (
+                not splits or batch > 1 or k < split * kernel[f"{kind}.split_depth"] or 2 * tiles > gpu.processors
+            ):
                 break
             steps = math.ceil(k / split / depth)
             waves: float = math.ceil(tiles * split / gpu.processors)
@@ -1007,7 +1129,7 @@ def _convolution(kernel: Kernel) -> float:
     last = dims > 0 and data.strides[1] == 1 and data.shape[1] > 1
     mask = op.arguments.get("output_mask", (True, True, True)) if backward else (False, False, False)
     if groups > 1 and weight.shape[1] == 1:
-        return _depthwise(kernel, few.elements, taps, last=last, passes=sum(map(bool, mask[:2])) if backward else 0)
+        return _depthwise(kernel, few.elements, taps, last=last, mask=mask)
     pad = 4 if engine == "wide" else 8
     channels = inner // groups
     padded = math.ceil(channels / pad) * pad if engine != "vector" else channels
@@ -1031,9 +1153,14 @@ def _convolution(kernel: Kernel) -> float:
         while math.prod(data.shape[2:]) * data.item_bytes % aligned:
             aligned //= 2
     aligned = max(2, aligned)
+    # Each product of a backward reads two of the three tensors and writes the third.
+    moved = kernel.memory() if not backward else (data.bytes + out.bytes + weight.bytes) / kernel.gpu.bandwidth
+    memory = moved * kernel["convolution.bytes"]
+    if groups > 1:
+        memory += kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
     seconds = 0.0
     for m, n, k in shapes:
-        product = _product(kernel, 1, m, n, k, dtype, kind=kind, alignment=aligned)
+        product = _product(kernel, 1, m, n, k, dtype, kind=kind, alignment=aligned, splits=backward or taps == 1)
         if patches:  # a kernel that looks up each of the many taps, with tiles of 128
             waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) / kernel.gpu.processors)
             product = waves * math.ceil(k / 64) * kernel["convolution.patch_step"]
@@ -1041,28 +1168,33 @@ def _convolution(kernel: Kernel) -> float:
             product *= kernel["convolution.thin"]
         if dims == 2 and 5 <= max(weight.shape[2:]) < 14 and engine != "vector":  # kernels that look up each tap
             product *= kernel["convolution.large_backward" if backward else "convolution.large"]
-        one = fixed + product
-        seconds += one if groups == 1 else groups * (kernel["convolution.group"] + product)
-    memory = kernel.memory() * kernel["convolution.bytes"]
-    if groups > 1:
-        memory += kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
+        one = fixed + product if groups == 1 else groups * (kernel["convolution.group"] + product)
+        seconds += max(one, memory)
     turned = 0.0
-    if not last and taps > 1:
+    if not last and taps > 1 and (backward or engine == "narrow" or channels >= pad):
         around = data.bytes + out.bytes + kernel["convolution.turned_weights"] * weight.bytes
         turned = kernel["convolution.turned_fixed"] + kernel["convolution.turned"] * 2 * around / kernel.gpu.bandwidth
         turned *= kernel["convolution.turned_backward"] if backward else 1.0
-    return max(seconds, memory) + turned
+    return seconds + turned
 
 
-def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, passes: int) -> float:
-    """No product: each result reads its taps."""
+def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, mask: Sequence[Any]) -> float:
+    """No product: each result reads its taps.
+
+    cuDNN has kernels for channels last and for float16. torch's own compute the gradient of the weights by a block for
+    each weight, which reads all results and their inputs.
+    """
     kind = "depthwise_last" if last else "depthwise"
+    own = not last and kernel.op.inputs[0].dtype != "float16"
     pairs = kernel["depthwise_last.half"] if last and kernel.op.inputs[0].item_bytes < 4 else 1.0
     cycles = kernel[f"{kind}.result"] + kernel[f"{kind}.tap"] * taps * pairs
-    if passes:
+    passes = [cycles]
+    if any(mask):
         cycles = kernel["depthwise.backward_result"] + kernel["depthwise.backward_tap"] * taps
-    seconds = _both(kernel.memory(), kernel.cycles(results * cycles))
-    return kernel["depthwise.fixed"] * max(1, 2 * passes) + max(1, passes) * seconds
+        own_cycles = (kernel["depthwise.own_data"] * taps, kernel["depthwise.own_weight"] * taps)
+        passes = [of_own if own else cycles for of_own, wanted in zip(own_cycles, mask, strict=False) if wanted]
+    fixed = kernel["depthwise.fixed"] * (2 * len(passes) if any(mask) else 1)
+    return fixed + sum(_both(kernel.memory(), kernel.cycles(results * cycles)) for cycles in passes)
 
 
 @model("nearpeak.linear_attention")
