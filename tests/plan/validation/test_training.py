@@ -38,7 +38,7 @@ def test_step_times_of_sources_that_were_left_out(validation: TrainingValidation
         for source in ("all", row.run.source):
             errors.setdefault((dense_or_moe(row.run), source), []).append(abs(row.error))
     assert fmean(errors["dense", "all"]) < 0.08
-    assert fmean(errors["moe", "all"]) < 0.171
+    assert fmean(errors["moe", "all"]) < 0.16
     assert max(fmean(values) for (kind, _), values in errors.items() if kind == "dense") < 0.13
 
 
