@@ -74,7 +74,7 @@ START: dict[Path_, tuple[float, float]] = {
     ("attention_narrow",): (1.5, 0.2),
     ("expert_stream",): (0.7, 0.3),
     ("expert_compute",): (0.6, 0.3),
-    ("expert_rows",): (16.0, 0.7),
+    ("expert_rows",): (16.0, 0.2),  # the least rows of a tile
     ("expert_width",): (100.0, 0.7),
     ("narrow", "int8"): (0.85, 0.3),
     ("narrow", "int4"): (0.8, 0.3),
