@@ -129,6 +129,18 @@ def _product_share(step: Step, op: Op, count: int, parts: Sequence[_Part], out_c
     return sum(part.distinct * part.columns for part in parts) / (count * sum(part.columns for part in parts))
 
 
+def _bias_share(step: Step, op: Op, parts: Sequence[_Part]) -> float:
+    """What is left of the sum of gradients over rows where the layer of the fewest rows has the bias."""
+    (rows,), (bias,) = op.inputs, op.outputs
+    fewest, columns = max(1, int(min(part.distinct for part in parts))), rows.shape[1]
+    few = Tensor(shape=(fewest, columns), strides=(columns, 1), dtype=rows.dtype, storage=rows.storage)
+    whole_s, few_s = (
+        step.expected(op),
+        step.expected(Op(name=op.name, arguments=op.arguments | {"self": few}, outputs=(bias,))),
+    )
+    return few_s / whole_s if whole_s and few_s else fewest / rows.shape[0]
+
+
 def _additions_seconds(step: Step, sums: Tensor, parts: Sequence[_Part]) -> float:
     """The time in which the results of parts are added: each addition reads a sum and a part, and writes a sum.
 
@@ -249,6 +261,14 @@ def _row_input(step: Step, index: int) -> Tensor | None:
     return whole[0] if by_rows and whole[0].shape[-1:] == op.outputs[0].shape[-1:] else None
 
 
+def _sums_rows(op: Op, rows: _Rows) -> bool:
+    """Whether an op adds up the gradients of a product's results, which is the gradient of its bias."""
+    summed = op.packet == "aten.sum" and len(op.inputs) == len(op.outputs) == 1
+    return (
+        summed and op.inputs[0].shape == (rows.count, rows.out_columns) and op.outputs[0].elements == rows.out_columns
+    )
+
+
 def _in_backward(step: Step, rows: _Rows, others: Collection[int]) -> dict[int, float]:
     """What is left of the backward ops of some ops, which are at their lines, and products or not as they are."""
 
@@ -264,7 +284,15 @@ def _in_backward(step: Step, rows: _Rows, others: Collection[int]) -> dict[int, 
     }
     left = {}
     for index, op in enumerate(step.ops):
-        if op.phase != "backward" or op.recomputed or (key := key_of(index)) not in shares or key in mixed:
+        if op.phase != "backward" or op.recomputed:
+            continue
+        if _sums_rows(op, rows) and (op.source, op.module) == (
+            step.ops[rows.product].source,
+            step.ops[rows.product].module,
+        ):
+            left[index] = _bias_share(step, op, rows.parts)
+            continue
+        if (key := key_of(index)) not in shares or key in mixed:
             continue
         is_product = op.packet in _PRODUCTS and len(op.outputs[0].shape) == 2
         left[index] = _product_share(step, op, rows.count, rows.parts, rows.out_columns) if is_product else shares[key]
