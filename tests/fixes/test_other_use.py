@@ -154,6 +154,30 @@ def test_options_of_an_optimizer_that_its_step_changes_are_as_they_were(faster):
     assert group == options
 
 
+def test_hooks_of_an_optimizer_see_no_step_that_is_measured(faster):
+    model, seen = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_pre_hook(lambda *args: seen.append("own"))
+    handle = register_optimizer_step_post_hook(lambda *args: seen.append("all"))
+    try:
+        with registered("norm", own_norm) as id:
+            report = nearpeak.fix(model, *make_batch(), only=[id], optimizer=optimizer).report
+        assert list(report.kept()) and not seen
+        optimizer.step()
+    finally:
+        handle.remove()
+    assert seen == ["own", "all"]
+
+
+def test_an_optimizer_whose_step_calls_the_model_is_left_out(faster):
+    model = make_model()
+    with registered("norm", own_norm) as id:
+        optimizer = torch.optim.LBFGS(model.parameters())
+        report = nearpeak.fix(model, *make_batch(), only=[id], optimizer=optimizer).report
+    assert list(report.kept())
+    assert any("LBFGS calls the model itself" in note for note in report.notes)
+
+
 def test_weights_whose_memory_others_have_stay_there(faster):
     models = [nn.Sequential(nn.Conv2d(3, 4, 3)) for _ in range(2)]
     models[0].share_memory()
@@ -522,6 +546,32 @@ def test_logits_that_are_read_after_another_change_are_refused():
         model.head.weight.mul_(2.0)
     with pytest.raises(RuntimeError, match="leave out the fix linear-cross-entropy"):
         logits.sum()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda loss, logits: torch.autograd.grad(loss, logits),
+        lambda loss, logits: logits.retain_grad(),
+        lambda loss, logits: logits.register_hook(print),
+    ],
+)
+def test_a_gradient_of_logits_that_the_loss_did_not_need_is_refused(ask):
+    model, _ = deferring()
+    logits = model(torch.randn(6, 8))
+    loss = functional.cross_entropy(logits, torch.randint(40, (6,)))
+    with pytest.raises(RuntimeError, match="Ask for it before the loss"):
+        ask(loss, logits)
+
+
+def test_a_gradient_of_logits_that_is_asked_for_before_the_loss():
+    x, target, results = torch.randn(6, 8), torch.randint(40, (6,)), []
+    for model in deferring():
+        logits = model(x)
+        logits.retain_grad()
+        functional.cross_entropy(logits, target).backward()
+        results.append(logits.grad)
+    torch.testing.assert_close(*results)
 
 
 def test_what_is_written_to_logits_stays():

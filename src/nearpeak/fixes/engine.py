@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import inspect
 import itertools
 import math
 import platform
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
 import nearpeak
@@ -126,7 +128,8 @@ def fix(
     Args:
         model: The model, on the device that it is for.
         args: A batch as the program has it; a typical one, for its sizes decide what is faster.
-        optimizer: The optimizer, whose step is then part of what is measured and may be fixed too.
+        optimizer: The optimizer, whose step is then part of what is measured and may be fixed too. One whose step calls
+            the model itself, such as LBFGS, has no part in it.
         loss: The scalar of the model's output that is differentiated; the `loss` of the output if it has one, or drawn
             cotangents.
         trains: Whether gradients are needed; by default if the model is in training mode and has parameters that do.
@@ -269,6 +272,9 @@ class _Engine:
         self.step_estimates: dict[tuple[str, ...], Estimate | None] = {}
         """Of the whole step, by the ids of the fixes in force."""
         self.notes: list[str] = []
+        if optimizer is not None and _needs_closure(optimizer):
+            self.notes.append(f"A step of {type(optimizer).__name__} calls the model itself, and is not measured.")
+            self.optimizer = None
         self.machine = known_machine()
         self.own_bytes = _allocated(next(model.parameters(), torch.zeros(())).device)
         """What the program itself has allocated on the device."""
@@ -939,9 +945,17 @@ def _preserve_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    parameters = inspect.signature(type(optimizer).step).parameters
+    return "closure" in parameters and parameters["closure"].default is inspect.Parameter.empty
+
+
 @contextmanager
 def preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """At the end, the parameters of an optimizer, its state and its options are as before, in the same tensors."""
+    """At the end, the parameters of an optimizer, its state and its options are as before, in the same tensors.
+
+    Hooks of the program see none of the steps in between.
+    """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     state = {parameter: dict(optimizer.state[parameter]) for parameter in parameters if parameter in optimizer.state}
     tensors = [
@@ -951,10 +965,17 @@ def preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     groups = [(group, dict(group)) for group in optimizer.param_groups]
     tensors += [each for _, options in groups for each in options.values() if isinstance(each, Tensor)]
     copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    hooks = [(each, dict(each)) for each in _step_hooks(optimizer)]
+    for each, _ in hooks:
+        for key in [key for key, hook in each.items() if not _is_own(hook)]:
+            del each[key]
     try:
         yield
     finally:
         with defer_signals():
+            for each, before in hooks:
+                each.clear()
+                each.update(before)
             for group, options in groups:
                 group.clear()
                 group.update(options)
@@ -965,6 +986,16 @@ def preserve_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 else:
                     optimizer.state.pop(parameter, None)
             _restore(copies)
+
+
+def _step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[dict[int, Any]]:
+    """The registers of what torch calls around a step: of this optimizer, and of all."""
+    own = (getattr(optimizer, name, None) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"))
+    yield from (each for each in (*own, _global_optimizer_pre_hooks, _global_optimizer_post_hooks) if each)
+
+
+def _is_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "nearpeak"
 
 
 @torch.no_grad()

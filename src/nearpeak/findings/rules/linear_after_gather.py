@@ -134,10 +134,8 @@ def _bias_share(step: Step, op: Op, parts: Sequence[_Part]) -> float:
     (rows,), (bias,) = op.inputs, op.outputs
     fewest, columns = max(1, int(min(part.distinct for part in parts))), rows.shape[1]
     few = Tensor(shape=(fewest, columns), strides=(columns, 1), dtype=rows.dtype, storage=rows.storage)
-    whole_s, few_s = (
-        step.expected(op),
-        step.expected(Op(name=op.name, arguments=op.arguments | {"self": few}, outputs=(bias,))),
-    )
+    shorter = Op(name=op.name, arguments={**op.arguments, "self": few}, outputs=(bias,))
+    whole_s, few_s = step.expected(op), step.expected(shorter)
     return few_s / whole_s if whole_s and few_s else fewest / rows.shape[0]
 
 

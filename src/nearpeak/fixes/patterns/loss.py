@@ -46,6 +46,8 @@ class _Layer:
     """Whether gradients were recorded when it was called."""
     losses: list[str]
     """Gets a word for the first loss that was computed from the hidden states."""
+    has_loss: bool = False
+    """Whether a loss was computed from the hidden states: it does not depend on the logits."""
     logits: Tensor | None = None
     versions: list[Any] = field(default_factory=list)
     """What shows whether the inputs are those of the call."""
@@ -162,6 +164,12 @@ class DeferredLogits(Tensor):
         def plain(value: Any) -> Any:
             return value.compute() if isinstance(value, DeferredLogits) else value
 
+        wanted = _flat((kwargs.get("inputs", args[1:2]),)) if func is torch.autograd.grad else args[:1]
+        if func in _OF_GRADIENTS and any(isinstance(each, DeferredLogits) and each.layer.has_loss for each in wanted):
+            raise RuntimeError(
+                "The gradient of logits is wanted, and nearpeak has computed their loss without them. Ask for it "
+                "before the loss, or leave out the fix linear-cross-entropy."
+            )
         return func(*tree_map(plain, args), **tree_map(plain, kwargs))
 
     @classmethod
@@ -292,6 +300,7 @@ _METADATA = {
     *(Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point, torch.numel),
 }
 """What is known of logits that were not computed."""
+_OF_GRADIENTS = {torch.autograd.grad, Tensor.retain_grad, Tensor.register_hook}
 
 
 def _cross_entropy(
@@ -308,6 +317,7 @@ def _cross_entropy(
         own.hidden_rows(), layer.weight, target, bias=layer.bias, class_weight=weight, ignore_index=ignore_index,
         reduction=reduction, label_smoothing=label_smoothing,  # type: ignore[arg-type]
     )  # fmt: skip
+    layer.has_loss = True
     if not layer.losses:
         layer.losses.append(reduction)
     return loss.to(own.dtype if autocast_dtype(own.device) is None else torch.promote_types(own.dtype, torch.float32))
