@@ -348,6 +348,9 @@ class Trace:
     """Of ops that really ran: factors of products and one-hot vectors that are nearly all zeros; by their storages."""
     subnormals: Mapping[int, float] = field(default_factory=dict)
     """Of ops that really ran on a CPU: the share of subnormal numbers in what they read, by storages that have some."""
+    counted: Mapping[int, float] = field(default_factory=dict)
+    """Of ops that really ran: the share of rows that a loss counts where that is not all, by the storages of targets
+    and of losses per row."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)

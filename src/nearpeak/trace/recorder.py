@@ -484,6 +484,7 @@ class Recorder(TorchDispatchMode):
             calls=tuple(self.modules.calls),
             nonzeros=self._values.nonzeros,
             subnormals=self._values.subnormals,
+            counted=self._values.counted,
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),

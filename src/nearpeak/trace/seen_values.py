@@ -1,5 +1,5 @@
-"""`SeenValues`: what the values of tensors tell about a step: padded batches, matrices that are nearly all zeros, and
-numbers that a CPU is slow with.
+"""`SeenValues`: what the values of tensors tell about a step: padded batches, rows that a loss leaves out, matrices
+that are nearly all zeros, and numbers that a CPU is slow with.
 
 Only the step that is traced is looked at, which is not timed: on a device, a look waits for the values. What is looked
 at is bounded: one look for each storage, samples of large tensors, and no further look at tensors of a shape that had
@@ -57,6 +57,8 @@ ONE_HOT_MAKERS = frozenset(
     }
 )
 """Operators that may write one-hot vectors."""
+LOSSES = frozenset({"aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default"})
+"""Operators with a target for each row, and one value of it that does not count."""
 MAX_BATCH_ELEMENTS = 1 << 24
 """Larger batches are not looked at."""
 MIN_SEQUENCE_LENGTH = 16
@@ -82,6 +84,9 @@ class SeenValues:
         self._padding: dict[int, Padding | None] = {}
         self._nonzeros: dict[int, Nonzeros] = {}
         self._subnormals: dict[int, float] = {}
+        self._counted: dict[int, float] = {}
+        self._row_losses: set[int] = set()
+        """Storages of losses per row, which the program may multiply with weights."""
         self._vain: dict[tuple[str, tuple[int, ...]], int] = {}
         """Looks that found nothing, by operator and shape."""
 
@@ -100,6 +105,11 @@ class SeenValues:
         """The share of subnormal numbers in tensors on the CPU, by their storages."""
         return {storage: share for storage, share in self._subnormals.items() if share}
 
+    @property
+    def counted(self) -> dict[int, float]:
+        """The share of rows that a loss counts where that is not all, by the storages of targets and losses per row."""
+        return {storage: share for storage, share in self._counted.items() if share < 1}
+
     def look(self, schema: OperatorSchema, arguments: Mapping[str, Any], args: tuple[Any, ...]) -> None:
         """Looks at what an op is about to read."""
         if not self._reads:
@@ -112,11 +122,18 @@ class SeenValues:
             # Gradients are zeros where nobody read the result.
             if len(args) > position and torch._C._current_graph_task_id() == -1:
                 self._look_at_matrix(schema.name, arguments.get(schema.arguments[position]), args[position])
+        if schema.name in LOSSES:
+            self._look_at_target(arguments.get("target"), args[1], arguments.get("ignore_index", -100))
+        elif schema.name == "aten.mul.Tensor" and self._row_losses:
+            for name, weights in (("self", args[1]), ("other", args[0])):
+                self._look_at_weights(arguments.get(name), weights)
         for name, value in zip(schema.arguments, args, strict=False):
             self._look_at_numbers(schema.name, arguments.get(name), value)
 
     def look_at_results(self, schema: OperatorSchema, seen: tuple[Tensor, ...], result: Any) -> None:
         """Looks at what an op has written."""
+        if schema.name in LOSSES and seen and seen[0].shape:
+            self._row_losses.add(seen[0].storage)
         if (
             not self._reads
             or schema.name not in ONE_HOT_MAKERS
@@ -142,6 +159,16 @@ class SeenValues:
             if name.startswith("aten.view"):
                 return  # its reader may see more of it
         self._padding[seen.storage] = padding
+
+    def _look_at_target(self, seen: Any, target: Any, ignored: Any) -> None:
+        if isinstance(seen, Tensor) and seen.elements and seen.storage not in self._counted and _is_readable(target):
+            self._counted[seen.storage] = float((target != ignored).double().mean())
+
+    def _look_at_weights(self, losses: Any, weights: Any) -> None:
+        if not isinstance(losses, Tensor) or losses.storage not in self._row_losses or losses.storage in self._counted:
+            return
+        if isinstance(weights, torch.Tensor) and weights.numel() == losses.elements and _is_readable(weights):
+            self._counted[losses.storage] = float((weights != 0).double().mean())
 
     def _look_at_matrix(self, name: str, seen: Any, matrix: Any) -> None:
         if not isinstance(seen, Tensor) or seen.elements < MIN_MATRIX_ELEMENTS or seen.storage in self._nonzeros:

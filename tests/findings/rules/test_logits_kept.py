@@ -48,3 +48,57 @@ def test_casts_of_all_logits_are_part_of_it():
 )
 def test_silent(read):
     assert not list(logits_kept(examined(head(read))))
+
+
+TOKENS, PROMPT, WORDS = 512, 384, 8192
+
+
+def training(loss_of):
+    """A head in training, with labels at the tokens after a prompt."""
+
+    def build():
+        hidden = torch.randn(4, TOKENS, 128, requires_grad=True)
+        weight = torch.randn(WORDS, 128, requires_grad=True)
+        labels = torch.randint(WORDS, (4, TOKENS))
+        labels[:, :PROMPT] = -100
+        return lambda: loss_of(hidden, weight, labels).backward()
+
+    return build
+
+
+def ignored(hidden, weight, labels):
+    return functional.cross_entropy(functional.linear(hidden, weight).flatten(0, 1), labels.flatten())
+
+
+def weighted(hidden, weight, labels):
+    logits = functional.linear(hidden, weight).flatten(0, 1)
+    losses = functional.cross_entropy(logits, labels.clamp(min=0).flatten(), reduction="none").view_as(labels)
+    return (losses * (labels >= 0)).sum() / labels.numel()
+
+
+def sliced(hidden, weight, labels):
+    return ignored(hidden[:, PROMPT:], weight, labels[:, PROMPT:])
+
+
+@pytest.mark.parametrize("loss_of", [ignored, weighted])
+def test_rows_that_a_loss_does_not_count(loss_of):
+    step, mended = (examined(training(each), live=True) for each in (loss_of, sliced))
+    (finding,) = found_in(step, NAME)
+    assert finding.source.startswith("test_logits_kept.py:")
+    assert "512 are counted" in finding.title
+    assert finding.saving_s == pytest.approx(step.profile.wall_s - mended.profile.wall_s, rel=0.1)
+    assert not found_in(mended, NAME)
+
+
+def test_rows_that_all_count():
+    def all_of_them(hidden, weight, labels):
+        return ignored(hidden, weight, labels.clamp(min=0))
+
+    def of_weights(hidden, weight, labels):
+        losses = functional.cross_entropy(
+            functional.linear(hidden, weight).flatten(0, 1), labels.clamp(min=0).flatten(), reduction="none"
+        )
+        return (losses * torch.rand(labels.numel())).sum()
+
+    for loss_of in (all_of_them, of_weights):
+        assert not list(logits_kept(examined(training(loss_of), live=True)))

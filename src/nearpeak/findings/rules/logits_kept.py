@@ -1,4 +1,5 @@
-"""A GEMM computes many rows of which few are read: logits of all positions, although only the last are needed."""
+"""A GEMM computes many rows of which few are needed: logits of all positions, although only the last are read, or only
+those with a label count."""
 
 from __future__ import annotations
 
@@ -16,40 +17,57 @@ _UNREAD = 0.25
 _LEAST_COLUMNS = 1024
 _SAME_SIZE = ("pointwise", "movement")
 _MOVING = ("creation", "indexing", "movement")
+_SOFTMAX = ("aten._log_softmax",)
+_LOSSES = ("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 
 
 @rule("logits-kept", needs=["storages"])
 def logits_kept(step: Step) -> Iterator[Waste]:
-    """Wide GEMMs, with casts and the like of their results, of which later ops read only some rows."""
+    """Wide GEMMs, with casts and the like of their results, of which only some rows are read, or count in a loss."""
     for index, op in enumerate(step.ops):
         sizes = product_sizes(op) if op.packet in FACTORS and op.phase == "forward" else None
         if sizes is None or sizes[0] > 1 or sizes[2] < _LEAST_COLUMNS or sizes[1] < 2:
             continue
         chain = _chain(step, index)
         read = _read(step, chain[-1])
+        counted, losses = _counted(step, chain[-1]) if read == 1 else (1.0, [])
+        read = read and min(read, counted)
         if read is None or read > 1 - _UNREAD:
             continue
         rows, columns, depth = sizes[1:]
         fewer = max(1, round(rows * read))
-        gains = {member: step.time(member) * (1 - read) for member in chain[1:]}
         backward = _backward(step, op)
+        passes = [*chain[1:], *losses, *(_before_gemms(step, backward, op.outputs[0].elements) if losses else ())]
+        gains = {member: step.time(member) * (1 - read) for member in passes}
         for member in (index, *backward):
             gains[member] = _gain(step, member, rows, fewer)
-        for member in _selecting(step, chain[-1], backward, op.outputs[0].elements):  # they run before the GEMM instead
+        selecting = () if losses else _selecting(step, chain[-1], backward, op.outputs[0].elements)
+        for member in selecting:  # they run before the GEMM instead
             gains[member] = step.time(member) * max(0.0, 1 - depth / columns)
         if gains[index] <= 0:
             continue
         out = op.outputs[0]
+        if losses:
+            takes = f"the loss counts {fewer} of the {rows} rows"
+        else:
+            takes = f"what reads it takes {quantity(out.bytes * read, 'B')} of that"
         yield Waste(
-            title=f"A product gives {rows} rows of {columns}, of which {fewer} are read.",
+            title=f"A product gives {rows} rows of {columns}, of which {fewer} are {'counted' if losses else 'read'}.",
             op=index,
             gains=gains,
             evidence=f"{op.packet} of {rows} x {depth} by {depth} x {columns} writes {quantity(out.bytes, 'B')}; "
-            f"what reads it takes {quantity(out.bytes * read, 'B')} of that. {len(gains)} ops of this size take "
+            f"{takes}. {len(gains)} ops of this size take "
             f"{seconds(step.seconds(gains))}.",
-            reasoning=f"The same products with {fewer} rows, as a good kernel takes them; other passes in proportion.",
+            reasoning=f"The same products with {fewer} rows, as a good kernel takes them; other passes in proportion."
+            + (" Seen in one batch: others may differ." if losses else ""),
             remedy=f"Take the {fewer} rows that are wanted before the product:\n"
-            f"logits = head(hidden[:, -1:])  # for the last token; hidden[wanted] for a mask; not head(hidden)[:, -1:]",
+            + (
+                "logits = head(hidden[:, prompt:])  # where the rows with a label are a part of each sequence\n"
+                "logits = head(hidden[labels != -100])  # anywhere; their number is read, which waits for the device"
+                if losses
+                else "logits = head(hidden[:, -1:])  # for the last token; hidden[wanted] for a mask; "
+                "not head(hidden)[:, -1:]"
+            ),
         )
 
 
@@ -91,6 +109,33 @@ def _read(step: Step, index: int) -> float | None:
                     elements_read = min(elements_read, op.outputs[0].elements)
                 parts.add((tensor.offset, tensor.shape, tensor.strides, elements_read))
     return min(1.0, sum(elements_read for *_, elements_read in parts) / out.elements)
+
+
+def _counted(step: Step, index: int) -> tuple[float, list[int]]:
+    """The share of the rows of an op's result that the loss over them counts, and the ops of that loss."""
+    members: list[int] = []
+    for wanted in (_SOFTMAX, _LOSSES):
+        readers = step.forward_readers(members[-1] if members else index)
+        if len(readers) != 1 or step.ops[readers[0]].packet not in wanted:
+            return 1.0, []
+        members.append(readers[0])
+    loss = step.ops[members[-1]]
+    storages = (loss.tensor("target").storage, loss.outputs[0].storage)
+    return min(step.trace.counted.get(storage, 1.0) for storage in storages), members
+
+
+def _before_gemms(step: Step, gemms: list[int], elements: int) -> list[int]:
+    """Backward ops that write the gradient of the whole result, which GEMMs read, and those before them."""
+    found: list[int] = []
+    waiting = list(gemms)
+    while waiting:
+        for producer in step.flow.producers[waiting.pop()].values():
+            op = step.ops[producer]
+            large = any(tensor.elements == elements for tensor in op.written)
+            if op.phase == "backward" and large and producer not in (*found, *gemms):
+                found.append(producer)
+                waiting.append(producer)
+    return found
 
 
 def _backward(step: Step, product: Op) -> list[int]:
