@@ -82,16 +82,24 @@ def reads_for_python(step: Step) -> dict[str, str]:
 
 
 def _is_bulk_read(step: Step, op: Op) -> bool:
-    return (
-        op.packet in COPIES
-        and any(tensor.storage in step.trace.on_host and tensor.elements >= _BULK_ELEMENTS for tensor in op.written)
-        and not all(tensor.storage in step.trace.on_host for tensor in copy_sources(op))
+    return is_copy_to_host(step, op) and any(
+        tensor.storage in step.trace.on_host and tensor.elements >= _BULK_ELEMENTS for tensor in op.written
     )
 
 
 def copy_sources(op: Op) -> Sequence[Tensor]:
     """What a copy reads."""
     return op.tensors("src") if op.packet != "aten._to_copy" else op.tensors("self")
+
+
+def is_copy_to_host(step: Step, op: Op) -> bool:
+    """Whether an op copies from device to host memory; False if storages are not known."""
+    host = step.trace.on_host
+    return (
+        op.packet in COPIES
+        and any(tensor.storage in host for tensor in op.written)
+        and not all(tensor.storage in host for tensor in copy_sources(op))
+    )
 
 
 def is_copy_to_device(step: Step, op: Op) -> bool:

@@ -66,3 +66,47 @@ def test_a_copy_of_what_exists_before_the_step_is_no_work_of_the_host():
 
     step = stalled(sends, torch.ones(ROWS), torch.empty(ROWS), on_host=[1])
     assert not list(computed_on_host(step))
+
+
+def sums_up(result, there, sums):
+    there.copy_(result.sigmoid())
+    sums.add_(there)
+    return sums.mul(2.0)
+
+
+def step_after_copy(*, copy_s=4e-3, idle_s=5e-3, waited_s=2e-3, on_host=("aten.add_", "aten.mul")):
+    """A step whose ops after the copy ran on the host."""
+    tensors = torch.zeros(ROWS), torch.zeros(ROWS), torch.zeros(ROWS)
+    ops = stalled(sums_up, *tensors).ops
+    copy = next(op for op in ops if op.packet == "aten.copy_")
+    host = {index for index, op in enumerate(ops) if op.packet in on_host}
+    idle = [
+        cause("host ops", idle_s, where=ops[max(host)].place, what=ops[max(host)].packet.removeprefix("aten.")),
+        cause("synchronization", waited_s, where=copy.place, what="copy"),
+    ]
+    step = stalled(sums_up, *tensors, idle=idle, took=lambda op: copy_s if op.packet == "aten.copy_" else 1e-4)
+    memory = {copy.arguments["self"].storage} | {
+        tensor.storage for index in host for tensor in (*ops[index].inputs, *ops[index].outputs)
+    }
+    changed = tuple(
+        dataclasses.replace(op, name=name_with_origin("host", op.packet.removeprefix("aten.")), origin="host")
+        if index in host
+        else op
+        for index, op in enumerate(step.ops)
+    )
+    return dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=changed, on_host=frozenset(memory)))
+
+
+def test_results_that_the_host_computes_with_cost_its_time_the_copy_and_the_wait():
+    step = step_after_copy()
+    (found,) = computed_on_host(step)
+    copy = next(index for index, op in enumerate(step.ops) if op.packet == "aten.copy_")
+    assert found.op == copy
+    assert found.gains == {copy: 4e-3}
+    assert found.idle["host ops"] == pytest.approx(5e-3, rel=0.02)
+    assert found.idle["synchronization"] == 2e-3
+    assert "device='cuda'" in found.remedy
+
+
+def test_short_work_with_results_costs_nothing():
+    assert not list(computed_on_host(step_after_copy(idle_s=1e-6)))

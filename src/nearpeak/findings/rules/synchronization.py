@@ -16,6 +16,7 @@ from nearpeak.findings.host_reads import (
     COPIES,
     copy_sources,
     is_copy_to_device,
+    is_copy_to_host,
     reading_places,
     reads_for_python,
 )
@@ -75,14 +76,7 @@ def copies_from_host(step: Step, where: str) -> bool:
 
 def copies_to_host(step: Step, where: str) -> bool:
     """Whether ops at a place copy from device to host memory; False if storages are not known."""
-    host = step.trace.on_host
-    return any(
-        op.place == where
-        and op.packet in COPIES
-        and any(tensor.storage in host for tensor in op.written)
-        and not all(tensor.storage in host for tensor in copy_sources(op))
-        for op in step.ops
-    )
+    return any(op.place == where and is_copy_to_host(step, op) for op in step.ops)
 
 
 def _copies_by_place(step: Step) -> dict[str, list[int]]:
