@@ -5,8 +5,10 @@ import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
-from nearpeak.profiling.steps import MAX_CALLS, detect_steps
+from nearpeak.profiling import steps
+from nearpeak.profiling.steps import CALLS_WITHOUT_OPTIMIZER, MAX_CALLS, detect_steps
 from nearpeak.trace.guard import Guard
 from nearpeak.trace.live import LiveTrace
 
@@ -97,6 +99,68 @@ def test_inference_takes_a_step_with_each_outermost_module(watcher):
                 model(torch.randn(2, 4))
         model(torch.randn(2, 4))  # with gradients: a training step that is not over
     assert watcher.events == ["step"] * 3
+
+
+def follow_forces(model, steps):
+    places = torch.randn(2, 4)
+    for _ in range(steps):
+        places.requires_grad_()
+        (gradient,) = torch.autograd.grad(model(places).sum(), places)
+        places = (places - gradient).detach()
+
+
+def update_by_hand(model, steps):
+    for _ in range(steps):
+        model(torch.randn(2, 4)).sum().backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+                parameter.grad = None
+
+
+def recompute(model, steps):
+    for _ in range(steps):
+        torch.utils.checkpoint.checkpoint(model, torch.randn(2, 4), use_reentrant=False).sum().backward()
+
+
+@pytest.mark.parametrize("run", [follow_forces, update_by_hand, recompute])
+def test_without_an_optimizer_a_step_lasts_from_one_call_to_the_next(watcher, monkeypatch, run):
+    monkeypatch.setattr(steps, "_live_optimizer", lambda: "")  # of another test
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with detect_steps(watcher):
+        run(model, CALLS_WITHOUT_OPTIMIZER + 5)
+    assert watcher.events == ["step"] * 6
+    assert {kind.words for kind in watcher.kinds} == {"a call of Sequential with gradients"}
+    assert watcher.kinds[1].is_similar(watcher.kinds[2])
+
+
+def test_two_calls_with_gradients_that_recur_are_one_step(watcher, monkeypatch):
+    monkeypatch.setattr(steps, "_live_optimizer", lambda: "")
+    energy, field = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    with detect_steps(watcher):
+        for _ in range(20):
+            energy(torch.randn(2, 4)).sum().backward()
+            field(torch.randn(2, 4)).sum().backward()
+    assert watcher.events.count("period") == 1
+    assert watcher.kinds[-1].words == "a period of 2 calls of Linear with gradients"
+
+
+def test_an_optimizer_that_steps_late_ends_the_steps(watcher, monkeypatch):
+    monkeypatch.setattr(steps, "_live_optimizer", lambda: "")
+    model = torch.nn.Linear(4, 4)
+    with detect_steps(watcher):
+        follow_forces(model, CALLS_WITHOUT_OPTIMIZER + 2)
+        train(model, torch.optim.SGD(model.parameters()), 2, accumulated=2)
+    assert watcher.events[-8:] == ["step", "begins", "training", "ends", "step", "begins", "ends", "step"]
+
+
+def test_an_optimizer_that_has_not_stepped_yet_is_waited_for(watcher):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    with detect_steps(watcher):
+        follow_forces(model, 2 * CALLS_WITHOUT_OPTIMIZER)
+        train(model, optimizer, 2)
+    assert watcher.events.count("step") == 2
 
 
 class Decoder(torch.nn.Module):

@@ -437,8 +437,8 @@ PHASE_MESSAGES = {
 _CLEAN: tuple[SchedulePhase, ...] = ("clean", "clean again")
 
 STEP_DEFINITION = (
-    "A step ends with an optimizer's step, or with a module's call without gradients; --step MODULE:FUNCTION names a "
-    "function each call of which is one."
+    "A step ends with an optimizer's step, or with a module's call without gradients, or, where there is no optimizer, "
+    "before the next call; --step MODULE:FUNCTION names a function each call of which is one."
 )
 
 
@@ -731,7 +731,8 @@ class Session:
             return f"{seen}, but none could be profiled: {self.problem}"
         unused = self.steps.unfinished_calls if self.steps is not None else 0
         if schedule.steps == 0 and unused:
-            seen += f", but {unused} calls of modules with gradients: run inference under torch.no_grad()"
+            calls = "a call of a module" if unused == 1 else f"{unused} calls of modules"
+            seen += f", but {calls} with gradients and no step of an optimizer"
         needed = schedule.steps + schedule.steps_left(PROFILED_STEPS if _gpu_was_used() else 1)
         return (
             f"{seen}. A profile needs about {needed} of them: some to warm up, some for the wall time, some to profile "

@@ -2,9 +2,10 @@
 
 A training step ends with an optimizer's step, whatever came before it: several forward passes, where gradients are
 accumulated. Code that never trains takes a step with each top-level call of a module without gradients: a batch, or a
-token of a generated text. These ends are the marks of the program: where it repeats several of them as one
-(`PeriodFinder`), that period is the step. A user who knows better names a function, each call of which is a
-step.
+token of a generated text. Code that takes gradients and has no optimizer, such as one that follows forces or updates
+its weights by hand, takes a step from the start of one such call to the next. These ends are the marks of the program:
+where it repeats several of them as one (`PeriodFinder`), that period is the step. A user who knows better names a
+function, each call of which is a step.
 
 Top-level calls are those inside no other module's call. While modules are searched for, every call is looked at
 (`trace/modules.py`); the class of a module with a top-level call then gets a `__call__` of its own, so that other
@@ -89,6 +90,8 @@ MAX_CALLS = 20
 counted."""
 MANY_CALLS = 2
 """From so many calls without gradients on, their number does not distinguish one mark from another: episodes vary."""
+CALLS_WITHOUT_OPTIMIZER = 4
+"""After so many calls with gradients and no optimizer in the program, it trains otherwise, or not at all."""
 MAX_STRAY_MARKS = 3
 """After so many periods in a row that are cut short, each mark ends a step again."""
 TRAINING_WAIT_S = 60.0
@@ -140,6 +143,10 @@ class StepDetector:
         self._hook_runs = False
         self._ended_in_backward: Hashable | None = None
         """A mark whose optimizer ran inside the backward pass: it ends when the pass is over."""
+        self._open_call: Hashable | None = None
+        """The mark of a call with gradients, which ends when the next call begins."""
+        self._has_optimizer: bool | None = None
+        """Whether there is one that has not stepped yet; None before that was looked for."""
         self._mark = StepUnit()
         """Since the last mark."""
         self._unit = StepUnit(marks=0)
@@ -246,6 +253,7 @@ class StepDetector:
     def _begin_training(self, optimizer: torch.optim.Optimizer) -> None:
         self._first = optimizer
         self._first_step_runs = True
+        self._open_call = None
         if self._finder.count >= MANY_CALLS:
             took = self._guard.program_time() - self._called_since
             self._before_training = Rollout(module=self._last_called, seconds=took)
@@ -280,6 +288,10 @@ class StepDetector:
         if self._ended_in_backward is not None and not _in_backward():
             symbol, self._ended_in_backward = self._ended_in_backward, None
             self._end_mark(symbol)
+        if self._open_call is not None and not _in_backward():
+            symbol, self._open_call = self._open_call, None
+            self._end_mark(symbol)
+            self.unfinished_calls = 0
 
     def _after_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.calls_by_module[id(module)] += 1
@@ -288,6 +300,10 @@ class StepDetector:
         if torch.is_grad_enabled():
             mark.trained += 1
             self.unfinished_calls += 1
+            if self._first is None and not self.has_step_function and not _in_backward() and self._lacks_optimizer():
+                mark.trained_calls[type(module).__name__] += 1
+                mark.module, mark.shape = id(module), _smallest_shape((*args, *kwargs.values()))
+                self._open_call = id(module), user_line()[0]
             return
         mark.evaluated += 1
         self._last_called = type(module).__name__
@@ -297,6 +313,12 @@ class StepDetector:
                 self._called_since = self._guard.program_time()
             mark.module, mark.shape = id(module), _smallest_shape((*args, *kwargs.values()))
             self._end_mark((id(module), user_line()[0]))
+
+    def _lacks_optimizer(self) -> bool:
+        """Whether the program has no optimizer; looked for once it has called modules with gradients for a while."""
+        if self._has_optimizer is None and self.unfinished_calls >= CALLS_WITHOUT_OPTIMIZER:
+            self._has_optimizer = bool(_live_optimizer())
+        return self._has_optimizer is False
 
     def _end_mark(self, symbol: Hashable) -> None:
         """Reports the end of a step, unless the mark is in the midst of a period."""
@@ -385,6 +407,8 @@ class StepUnit:
     """Top-level calls without gradients."""
     calls: Counter[str] = field(default_factory=Counter)
     """Those without gradients by the class of the module."""
+    trained_calls: Counter[str] = field(default_factory=Counter)
+    """Those with gradients by the class of the module, if each of them is a mark."""
     steps: Counter[str] = field(default_factory=Counter)
     """Steps by the class of the optimizer."""
     other_optimizers: list[int] = field(default_factory=list)
@@ -400,6 +424,7 @@ class StepUnit:
         self.trained += mark.trained
         self.evaluated += mark.evaluated
         self.calls += mark.calls
+        self.trained_calls += mark.trained_calls
         self.steps += mark.steps
         self.module, self.shape = mark.module, mark.shape
 
@@ -413,8 +438,12 @@ class StepUnit:
         """What it is, for people."""
         calls = [_count(number, "call", name) for name, number in self.calls.items()]
         steps = [_count(number, "step", name) for name, number in self.steps.items()]
+        trained = [_count(number, "call", name) for name, number in self.trained_calls.items()]
         if calls:
             calls[-1] += " without gradients"
+        if trained:
+            trained[-1] += " with gradients"
+            calls += trained
         if self.marks > 1:
             return f"a period of {_and([*calls, *steps])}"
         if not steps:
