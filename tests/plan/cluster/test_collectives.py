@@ -238,6 +238,7 @@ def test_remembered_times_are_the_same() -> None:
     [
         (("allreduce", 1, 8), {}, ("op='allreduce'", "all_reduce")),
         (("all_reduce", -1, 8), {}, ("bytes=-1", "bytes=0")),
+        (("all_reduce", 1e300, 8), {}, ("bytes=1e+300", "bytes=1000000000000000000")),
         (("all_reduce", 1, 9), {}, ("ranks=9", "ranks=8")),
         (("all_reduce", 1, 0), {}, ("ranks=0", "ranks=1")),
         (("send_recv", 1, 4), {}, ("ranks=4", "ranks=2")),

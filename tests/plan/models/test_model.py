@@ -159,3 +159,13 @@ def test_more_active_experts_than_experts_is_an_error() -> None:
 def test_an_unknown_name_is_an_error_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="llama-3-8b"):
         get_model("llama3-8b")
+
+
+def test_heads_without_keys_and_rotary_channels_beyond_a_head_are_errors() -> None:
+    hybrid = {"model_type": "nemotron_h", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 0}
+    hybrid |= {"head_dim": 16, "hybrid_override_pattern": "M-M-", "intermediate_size": 128, "vocab_size": 100}
+    hybrid |= {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2}
+    with pytest.raises(UsageError, match=r"`kv_heads` must divide the 4 heads; given 0, nearest 1"):
+        from_config(hybrid)
+    with pytest.raises(UsageError, match=r"`rope_dim` is 64, more than the 32 channels .* nearest 32"):
+        dataclasses.replace(get_model("deepseek-v3"), head_dim=32)

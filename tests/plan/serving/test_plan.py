@@ -74,3 +74,11 @@ def test_replicas_without_a_request_do_not_count() -> None:
     for choice in plan.choices:
         if choice.serving is not None:
             assert choice.tokens_per_second <= 1.01 / choice.serving.tpot
+
+
+def test_the_layout_that_is_taken_has_room_for_the_longest_request():
+    # one sequence of the mean length fits on one GPU, the longest that is simulated does not
+    load = Load(prompt=2**20, output=1024, concurrency=4)
+    plan = serving_plan(get_model("gpt-oss-20b"), Cluster.of("rtx-5090 x 2"), load, precision="fp4", engine="gpt-fast")
+    assert plan.layout.gpus == 2
+    assert [choice.layout.gpus for choice in plan.choices if choice.serving is None] == [1]

@@ -319,3 +319,10 @@ def test_answers_have_a_range_from_validation() -> None:
         assert 0.2 * value < low < value < high < 5 * value
     width = answer.tpot_range[1] / answer.tpot_range[0]
     assert width < answer.ttft_range[1] / answer.ttft_range[0]
+
+
+@pytest.mark.parametrize("fields", [{"redundant": 4}, {"overlap": True}])
+def test_options_of_experts_need_experts(fields):
+    name = next(iter(fields))
+    with pytest.raises(UsageError, match=f"{name}=.*: llama-3-8b has no experts. Nearest: {name}="):
+        Deployment.of(get_model("llama-3-8b"), Cluster.of("h100-sxm x 2"), ServingLayout(tp=2, **fields))

@@ -8,7 +8,7 @@ from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.serving.constants import load_serving_constants
-from nearpeak.plan.serving.deployment import Deployment, ServingLayout
+from nearpeak.plan.serving.deployment import Deployment, ServingLayout, cache_room
 from nearpeak.plan.serving.plan import Load, serving_plan
 from nearpeak.plan.serving.serve import serve, speculate
 from nearpeak.plan.serving.simulate import (
@@ -241,3 +241,41 @@ def test_the_cost_of_a_million_tokens_pays_for_all_gpus():
     assert serving_plan(model, cluster, load, ServingLayout(tp=2)).dollars_per_million_tokens is None
     with pytest.raises(UsageError, match="price"):
         serving_plan(model, cluster, load, ServingLayout(tp=2), price=-1.0)
+
+
+def test_batches_in_a_pipeline_have_no_more_room_than_the_cache():
+    llama = deployment(on="h100-sxm x 8", layout=ServingLayout(pp=8))
+    requests = tuple(Request(arrival=0.0, prompt=900_000, output=2) for _ in range(8))
+    assert 4 <= cache_room(llama).sequences(900_002) < 5
+    run = simulate(llama, Workload(requests=requests))
+    alone = simulate(llama, Workload(requests=requests[:4]))
+    assert run.seconds == pytest.approx(2 * alone.seconds, rel=0.1)  # two waves of four
+
+
+@pytest.mark.parametrize("number", [0, -1, 10**12])
+def test_numbers_of_requests_that_cannot_be_simulated_are_errors(number):
+    with pytest.raises(UsageError, match="Nearest: requests="):
+        closed_loop(prompt=8, output=8, concurrency=1, requests=number)
+    with pytest.raises(UsageError, match="Nearest: requests="):
+        open_loop(prompt=8, output=8, rate=1.0, requests=number)
+    with pytest.raises(UsageError, match="Nearest: concurrency="):
+        closed_loop(prompt=8, output=8, concurrency=number)
+    with pytest.raises(UsageError, match="Nearest: replicas="):
+        simulate(deployment(), closed_loop(prompt=8, output=8, concurrency=1), replicas=number)
+    with pytest.raises(UsageError, match="Nearest: concurrency="):
+        Load(prompt=8, output=8, concurrency=float(number))
+
+
+def test_arrivals_so_late_that_steps_vanish_are_errors():
+    with pytest.raises(UsageError, match="higher rate"):
+        open_loop(prompt=8, output=8, rate=1e-300, requests=2)
+
+
+@pytest.mark.parametrize("concurrency", [1, 2, 5])
+def test_groups_without_a_request_have_no_throughput(concurrency):
+    layout = ServingLayout(dp=8, ep=8)
+    deepseek = deployment("deepseek-v2-lite", on="h100-sxm x 8", layout=layout)
+    steady = serve(deepseek, prompt=100, output=64, concurrency=concurrency)
+    assert steady.running == concurrency
+    run = simulate(deepseek, closed_loop(prompt=100, output=64, concurrency=concurrency))
+    assert steady.tokens_per_second == pytest.approx(run.tokens_per_second, rel=0.2)

@@ -78,3 +78,10 @@ def test_a_layout_that_cannot_run_a_model_says_why(
 def test_the_nearest_divisor_is_the_smaller_of_two() -> None:
     assert nearest_divisor(8, 28) == 7
     assert nearest_divisor(3, 8) == 2
+
+
+def test_a_negative_group_and_nodes_without_experts_are_errors() -> None:
+    with pytest.raises(UsageError, match=r"shard_group=-1 must be 0 or more. Nearest: shard_group=0"):
+        Layout(gpus=8, global_batch=8, shard_group=-1)
+    with pytest.raises(UsageError, match=r"routed_nodes=4: llama-3-8b has no experts. Nearest: routed_nodes=0"):
+        Layout(gpus=8, global_batch=8, routed_nodes=4).check(get_model("llama-3-8b"), 4096)

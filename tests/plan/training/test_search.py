@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from nearpeak.cli.main import main
 from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
@@ -202,3 +203,31 @@ def test_a_plan_of_a_search_is_the_best_candidate() -> None:
     assert found.plan is not None and found.search.best is not None
     assert found.plan.time.seconds == pytest.approx(found.search.best.seconds)
     assert found.plan.memory.fullest.total == pytest.approx(found.search.best.memory)
+
+
+def test_a_condition_without_a_legal_layout_is_left_out() -> None:
+    # a quarter of 37 sequences cannot be spread over 37 times 8 GPUs
+    found = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 296"), sequence=4096, global_batch=37)
+    assert found.plan is not None
+    assert [condition.what for condition in found.conditions] == ["memory x 1.5", "network x 2", "network / 2"]
+
+
+@pytest.mark.parametrize(("sequence", "largest"), [(128, 256), (1024, 32), (4096, 8), (32768, 8)])
+def test_of_short_sequences_a_microbatch_has_more(sequence: int, largest: int) -> None:
+    tried = layouts(get_model("llama-3.2-1b"), Cluster.of("h100-sxm x 2"), 4096, sequence)
+    assert max(layout.microbatch for layout in tried) == largest
+
+
+def test_no_larger_microbatch_of_short_sequences_beats_the_search() -> None:
+    llama, cluster = get_model("llama-3.2-1b"), Cluster.of("h100-sxm x 2")
+    best = search(llama, cluster, global_batch=8192, sequence=128).best
+    assert best is not None
+    planner = Planner(cluster)
+    for microbatch in (16, 32, 64, 128):
+        layout = replace(best.layout, microbatch=microbatch)
+        assert planner.seconds(Job(model=llama, layout=layout, sequence=128)) >= best.seconds
+
+
+def test_a_search_refuses_an_option_that_it_would_ignore(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train", "llama-3-8b", "--on", "h100-sxm x 8", "--no-sequence-parallel"]) == 2
+    assert "--no-sequence-parallel needs a layout" in capsys.readouterr().err

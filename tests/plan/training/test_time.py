@@ -15,6 +15,7 @@ from nearpeak.plan.training.efficiency import Efficiency, gemm_rate, load_effici
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import memory_by_stage
+from nearpeak.plan.training.plan import memory_plan
 from nearpeak.plan.training.time import PARTS, Planner, TrainingTime, hidden_behind, training_time
 
 
@@ -227,3 +228,60 @@ def test_schedules_that_cannot_be_are_refused(wrong: dict[str, int]) -> None:
     fields = {"gpus": wrong.get("pp", 2), "global_batch": 16, "schedule": "dualpipe"} | wrong
     with pytest.raises(UsageError):
         published("llama-3.1-405b", 4096, "bf16", 2026.0, **fields)
+
+
+@pytest.mark.parametrize("sharding", ["zero3", "hsdp"])
+def test_one_rank_has_nothing_to_shard(sharding: str) -> None:
+    alone = {"gpus": 4, "pp": 4, "global_batch": 64}
+    assert timed("h100-sxm x 4", **alone, sharding=sharding).parts == timed("h100-sxm x 4", **alone).parts
+    assert memory_by_stage(job(**alone, sharding=sharding)) == memory_by_stage(job(**alone))
+
+
+@pytest.mark.parametrize(
+    ("recompute", "share", "part"),
+    [(("layer",), 1.0, 1.0), (("layer",), 0.5, 0.5), (("feed",), 1.0, None), (("norm", "feed_activation"), 1.0, 0.0)],
+)
+def test_what_is_computed_again_counts_as_hardware_flops(
+    recompute: tuple[str, ...], share: float, part: float | None
+) -> None:
+    again = timed(recompute=recompute, recompute_share=share)
+    flops = forward_flops(get_model("llama-3-8b"), 8192)
+    layers = flops.total - flops.output
+    expected = flops.dense if part is None else part * layers
+    assert (again.hardware_flops - again.model_flops) / again.tokens == pytest.approx(expected)
+
+
+def test_frozen_weights_have_no_gradients_to_count() -> None:
+    adapters = replace(job("opt-175b", "bf16", gpus=8, microbatch=8, sharding="none"), trainable=0.01)
+    step = training_time(adapters, Cluster.of("a100-sxm-80gb x 8"))
+    flops = forward_flops(get_model("opt-175b"), 8192)
+    assert step.model_flops / step.tokens == pytest.approx(3 * flops.total - flops.gemm)
+    assert step.mfu < 1
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero3"])
+def test_offloaded_weights_cross_the_bus_for_every_microbatch(sharding: str) -> None:
+    fields = {"gpus": 8, "global_batch": 256, "recompute": ("layer",), "sequence": 1024, "sharding": sharding}
+    cluster = Cluster.of("rtx-4090 x 8")
+    assert cluster.machine.pcie is not None
+    weights = 2.0 * get_model("llama-3-8b").parameters / (8 if sharding == "zero3" else 1)
+    times = {
+        name: timed("rtx-4090 x 8", **fields, offload=name) for name in ("optimizer", "optimizer+gradients", "all")
+    }
+    assert times["all"].seconds > 32 * 2 * weights / cluster.machine.pcie.bandwidth
+    assert times["optimizer"].seconds < times["optimizer+gradients"].seconds < times["all"].seconds
+    held = [memory_by_stage(job(**fields, offload=name))[0].total for name in times]
+    assert held == sorted(held, reverse=True)
+
+
+def test_offload_needs_the_bandwidth_of_the_host() -> None:
+    with pytest.raises(UsageError, match=r"offload='optimizer'.*GB200.*Nearest: offload=none"):
+        timed("gb200 x 64", offload="optimizer")
+    plan = memory_plan(job("llama-3-70b", gpus=4, global_batch=4, sharding="none"), Cluster.of("gb200 x 4"))
+    assert not plan.fits and plan.changes and not any("offload" in change.what for change in plan.changes)
+
+
+@pytest.mark.parametrize(("year", "near"), [(float("nan"), 2017), (-1.0, 2017), (1999.0, 2017), (float("inf"), 2100)])
+def test_years_of_software_are_years(year: float, near: int) -> None:
+    with pytest.raises(UsageError, match=f"year=.*Nearest: year={near}"):
+        replace(job(), year=year)

@@ -448,9 +448,10 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
     from nearpeak.render.views.plan.sliders import training_sliders
     from nearpeak.render.views.plan.training import search_document
 
-    for name in ("microbatch", "overlap", "trainable", "year", "profile"):
-        if getattr(arguments, name) not in (None, 1, 1.0):
-            option = "from" if name == "profile" else name
+    for name in ("microbatch", "overlap", "trainable", "year", "profile", "no_sequence_parallel"):
+        given = getattr(arguments, name)
+        if given is True or given not in (None, False, 1):
+            option = "from" if name == "profile" else name.replace("_", "-")
             raise UsageError(f"--{option} needs a layout: give --tp, --pp, --sharding or another option of it as well.")
     answer = search_plan(
         model,
@@ -587,7 +588,8 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         return read_arrivals(Path(arguments.arrivals))
     lengths = {"prompt": arguments.prompt, "output": arguments.generate, "prefix": arguments.prefix}
     if arguments.rate is not None:
-        return open_loop(rate=arguments.rate, requests=arguments.requests or 1000, spread=LENGTH_SPREAD, **lengths)
+        requests = 1000 if arguments.requests is None else arguments.requests
+        return open_loop(rate=arguments.rate, requests=requests, spread=LENGTH_SPREAD, **lengths)
     clients = max(1, round(arguments.concurrency))
     return closed_loop(concurrency=clients, requests=arguments.requests, spread=LENGTH_SPREAD, **lengths)
 

@@ -260,11 +260,16 @@ def _provenance(
     return provenance
 
 
+LARGEST_MESSAGE = 10**18
+"""Bytes."""
+
+
 def _ranks_inside(op: str, bytes: float, ranks: int, cluster: Cluster, inside: int | None, groups: int) -> int:
     if op not in OPS:
         raise UsageError(f"op={op!r} is not a collective. {did_you_mean(op, OPS)}")
-    if not (math.isfinite(bytes) and bytes >= 0):
-        raise UsageError(f"bytes={bytes!r} must be a number of at least 0. Nearest: bytes=0.")
+    if not 0 <= bytes <= LARGEST_MESSAGE:
+        near = LARGEST_MESSAGE if bytes > LARGEST_MESSAGE else 0
+        raise UsageError(f"bytes={bytes!r} must be from 0 to {LARGEST_MESSAGE:.3g}. Nearest: bytes={near}.")
     if isinstance(ranks, bool) or ranks != int(ranks) or not 1 <= ranks <= cluster.gpus:
         nearest = min(max(1, int(ranks)), cluster.gpus)
         raise UsageError(f"ranks={ranks} is not between 1 and the {cluster.gpus} GPUs. Nearest: ranks={nearest}.")

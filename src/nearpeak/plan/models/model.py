@@ -136,10 +136,15 @@ class Model(Result):
         for name, value in needed.items():
             if value <= 0:
                 raise UsageError(f"{self.name}: `{name}` must be positive; given {value}.")
-        if self.heads and self.heads % self.kv_heads:
+        if self.heads and (not self.kv_heads or self.heads % self.kv_heads):
             near = largest_divisor(self.heads, self.kv_heads)
             raise UsageError(
                 f"{self.name}: `kv_heads` must divide the {self.heads} heads; given {self.kv_heads}, nearest {near}."
+            )
+        if self.rope_dim > self.head_dim:
+            raise UsageError(
+                f"{self.name}: `rope_dim` is {self.rope_dim}, more than the {self.head_dim} channels of a head, which "
+                f"include it; nearest {self.head_dim}."
             )
         if self.active_experts > self.experts:
             raise UsageError(

@@ -100,8 +100,10 @@ class ServingLayout:
                 f"pp={self.pp} is more than the {model.layers} layers of {model.name}. Nearest: pp={model.layers}."
             )
         if not model.is_moe:
-            if self.ep > 1:
-                raise UsageError(f"ep={self.ep}: {model.name} has no experts. Nearest: ep=1.")
+            for name, without in (("ep", 1), ("redundant", 0), ("overlap", False)):
+                if getattr(self, name) > without:
+                    given = f"{name}={getattr(self, name)}"
+                    raise UsageError(f"{given}: {model.name} has no experts. Nearest: {name}={without}.")
             return
         if (model.experts + self.redundant) % self.ep:
             copies = f" and {self.redundant} redundant ones" if self.redundant else ""

@@ -22,7 +22,14 @@ from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.legal import require_positive
 from nearpeak.plan.models.model import Model, forward_flops
 from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
-from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, ServingLayout, ServingPrecision, cache_room
+from nearpeak.plan.serving.deployment import (
+    MEMORY_SHARE,
+    Deployment,
+    ServingLayout,
+    ServingPrecision,
+    cache_room,
+    require_room,
+)
 from nearpeak.plan.serving.search import ServingOption, search_serving, serving_layouts
 from nearpeak.plan.serving.serve import (
     BATCHINGS,
@@ -36,7 +43,7 @@ from nearpeak.plan.serving.serve import (
     serve_disaggregated,
     speculate,
 )
-from nearpeak.plan.serving.simulate import Simulation, Workload, closed_loop, simulate
+from nearpeak.plan.serving.simulate import LARGEST_WORKLOAD, Simulation, Workload, closed_loop, simulate
 from nearpeak.plan.serving.step import StepTime, serving_rates, step_time
 from nearpeak.units import seconds
 
@@ -62,8 +69,12 @@ class Load:
 
     def __post_init__(self) -> None:
         require_positive(prompt=self.prompt, output=self.output, chunk=self.chunk, most_sequences=self.most_sequences)
-        if not 0 < self.concurrency < float("inf"):
-            raise UsageError(f"concurrency={self.concurrency!r} must be above 0. Nearest: concurrency=1.")
+        if not 0 < self.concurrency <= LARGEST_WORKLOAD:
+            near = LARGEST_WORKLOAD if self.concurrency > LARGEST_WORKLOAD else 1
+            raise UsageError(
+                f"concurrency={self.concurrency!r} must be above 0 and at most {LARGEST_WORKLOAD:,}. "
+                f"Nearest: concurrency={near}."
+            )
         if not 0 < self.memory_share <= 1:
             raise UsageError(
                 f"memory_share={self.memory_share!r} must lie above 0 and at most at 1. Nearest: memory_share=1."
@@ -196,7 +207,10 @@ def serving_plan(
         """A deployment of its own for each: it remembers where the times of its collectives come from."""
         return Deployment.of(model, cluster, one, precision, kv=kv, engine=engine, graphs=graphs)
 
-    choices = sorted((_serving_choice(deployed(one), load) for one in tried), key=lambda item: -item.tokens_per_second)
+    requests = workload or load.closed_loop()
+    longest = max(request.prompt + request.output for request in requests.requests)
+    options = (_serving_choice(deployed(one), load, longest) for one in tried)
+    choices = sorted(options, key=lambda item: -item.tokens_per_second)
     best = choices[0]
     if best.serving is None:
         if layout is None:
@@ -240,7 +254,7 @@ def serving_plan(
         else speculate(deployment, batch=batch, context=context, guesses=guesses[0], acceptance=guesses[1]),
         simulation=simulate(
             deployment,
-            workload or load.closed_loop(),
+            requests,
             replicas=best.replicas if pools is None else pools[1],
             prefill=None if pools is None else deployment,
             prefill_replicas=1 if pools is None else pools[0],
@@ -261,11 +275,12 @@ def whole_layouts(model: Model, cluster: Cluster) -> list[ServingLayout]:
     return [layout for layout in layouts if cluster.gpus % layout.gpus == 0]
 
 
-def _serving_choice(deployment: Deployment, load: Load) -> ServingChoice:
+def _serving_choice(deployment: Deployment, load: Load, longest: int) -> ServingChoice:
     layout = deployment.layout
     # a replica without a request does no work
     replicas = max(1, min(deployment.cluster.gpus // layout.gpus, int(load.concurrency)))
     try:
+        require_room(deployment, longest, memory_share=load.memory_share)
         serving = _serve_load(deployment, load, load.concurrency / replicas)
     except UsageError as problem:
         return ServingChoice(layout=layout, replicas=replicas, serving=None, problem=str(problem))

@@ -133,7 +133,7 @@ def serve(
     paced = pace(deployment, batch, in_flight, prompt, output, context, chunk, offline, constants, rates)
     request = output * paced.tpot
     queue = max(0.0, requested - running) / running * request
-    together = running * layout.dp
+    together = min(running * layout.dp, max(1.0, concurrency))  # with fewer requests than groups, some have none
     rate = constants.occupancy * together / paced.tpot
     if not offline:
         rate = together * output / (paced.first + (output - 1) * paced.tpot)

@@ -41,6 +41,10 @@ REQUESTS_PER_SLOT = 10
 """Requests of a closed loop per request in flight: published benchmarks send about ten, the first wave at once."""
 MOST_REQUESTS = 4000
 """Requests that a plan simulates at most."""
+LARGEST_WORKLOAD, MOST_REPLICAS = 1_000_000, 100_000
+"""Requests that are drawn for a workload, and replicas that serve it, at most: more take hours."""
+LATEST_ARRIVAL = 1e9
+"""Seconds after the start, thirty years: later times have no room for microseconds."""
 PREFILL_FIRST = frozenset({"sglang"})
 """Engines that by default compute waiting prompts in steps of their own and decode afterwards. The others put a chunk
 of a prompt into a step in which requests decode."""
@@ -73,8 +77,11 @@ class Workload:
             require_positive(concurrency=self.concurrency)
         for request in self.requests:
             require_positive(prompt=request.prompt, output=request.output)
-            if not (math.isfinite(request.arrival) and request.arrival >= 0):
-                raise UsageError(f"arrival={request.arrival!r} must be 0 or more seconds.")
+            if not 0 <= request.arrival <= LATEST_ARRIVAL:
+                raise UsageError(
+                    f"arrival={request.arrival!r} must be from 0 to {LATEST_ARRIVAL:g} seconds. Fewer requests, or a "
+                    "higher rate, arrive earlier."
+                )
             if not 0 <= request.cached <= request.prompt:
                 raise UsageError(
                     f"cached={request.cached} must lie between 0 and the {request.prompt} tokens of the prompt."
@@ -88,8 +95,8 @@ def closed_loop(
 
     `prefix` tokens are shared by all prompts. `spread`: lengths vary by this share about the mean.
     """
-    require_positive(concurrency=concurrency)
-    number = requests or max(concurrency, min(MOST_REQUESTS, REQUESTS_PER_SLOT * concurrency))
+    _require_few(LARGEST_WORKLOAD, concurrency=concurrency, **({} if requests is None else {"requests": requests}))
+    number = requests if requests is not None else max(concurrency, min(MOST_REQUESTS, REQUESTS_PER_SLOT * concurrency))
     about = f"a closed loop of {concurrency} clients, {number} requests, the first of all clients at once"
     return Workload(
         requests=_drawn([0.0] * number, prompt, output, prefix, spread), concurrency=concurrency, about=about
@@ -102,11 +109,19 @@ def open_loop(
     """Requests that arrive independently of each other, `rate` per second on average (a Poisson process)."""
     if not (math.isfinite(rate) and rate > 0):
         raise UsageError(f"rate={rate!r} must be above 0 requests per second.")
-    require_positive(requests=requests)
+    _require_few(LARGEST_WORKLOAD, requests=requests)
     draw = random.Random(seed)
     arrivals = list(itertools.accumulate(draw.expovariate(rate) for _ in range(requests)))
     about = f"{requests} requests that arrive at random, {rate:g} per second"
     return Workload(requests=_drawn(arrivals, prompt, output, prefix, spread), about=about)
+
+
+def _require_few(most: int, **counts: int) -> None:
+    """UsageError for the first count that is no whole number from 1 to `most`."""
+    require_positive(**counts)
+    for name, value in counts.items():
+        if value > most:
+            raise UsageError(f"{name}={value:.4g} is more than can be simulated. Nearest: {name}={most}.")
 
 
 def read_arrivals(path: Path) -> Workload:
@@ -223,7 +238,8 @@ def simulate(
     `deployment` (disaggregated serving). `guesses` drafted tokens per step, each accepted with probability
     `acceptance`, are speculative decoding. `static`: a group takes requests in only when it has none.
     """
-    require_positive(replicas=replicas, prefill_replicas=prefill_replicas, chunk=chunk, most_sequences=most_sequences)
+    require_positive(chunk=chunk, most_sequences=most_sequences)
+    _require_few(MOST_REPLICAS, replicas=replicas, prefill_replicas=prefill_replicas)
     constants = constants or load_serving_constants()
     prompts = [request.prompt for request in workload.requests]
     outputs = [request.output for request in workload.requests]
@@ -232,11 +248,13 @@ def simulate(
 
     def groups(of: Deployment, copies: int, role: str) -> list[_Group]:
         room = require_room(of, longest if role != "prefill" else max(prompts), memory_share=memory_share)
-        times = _StepTimes(of, constants, typical, guesses=guesses, acceptance=acceptance)
         per_token = of.cache_bytes(typical[1]) / typical[1]
-        # the batches that are in a pipeline at the same time share its cache
-        tokens = room.cache_bytes / per_token / of.layout.pp
-        number = copies * of.layout.dp * of.layout.pp
+        # the batches that are in a pipeline at the same time share its cache: no more than it has room for
+        tokens = room.cache_bytes / per_token
+        batches = max(1, min(of.layout.pp, int(tokens / longest)))
+        tokens /= batches
+        times = _StepTimes(of, constants, typical, batches, guesses=guesses, acceptance=acceptance)
+        number = copies * of.layout.dp * batches
         settings = _Settings(
             role=role,
             chunk=chunk,
@@ -333,6 +351,7 @@ class _StepTimes:
         deployment: Deployment,
         constants: ServingConstants,
         typical: tuple[float, float],
+        in_flight: int,
         *,
         guesses: int,
         acceptance: float,
@@ -340,6 +359,7 @@ class _StepTimes:
         self.deployment, self.constants = deployment, constants
         self.rates = serving_rates(deployment, constants)
         self.low, self.high = typical
+        self.in_flight = float(in_flight)
         self.guesses, self.acceptance = guesses, acceptance
         self.tokens_per_step = 1.0
         if guesses:
@@ -372,7 +392,7 @@ class _StepTimes:
             prompt_tokens=prompt_tokens,
             prompt_length=prompt_length,
             tokens_each=self.guesses + 1.0,
-            in_flight=float(self.deployment.layout.pp),
+            in_flight=self.in_flight,
             constants=self.constants,
             rates=self.rates,
         ).seconds

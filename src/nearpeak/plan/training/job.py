@@ -10,6 +10,8 @@ from nearpeak.plan.models.model import Model
 from nearpeak.plan.training.layout import Layout
 
 Software = Literal["eager", "fused", "unfused"]
+FIRST_YEAR, LAST_YEAR = 2017, 2100
+"""Years of software that a job may have: since the first GPUs with matrix engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +115,9 @@ class Job:
             raise UsageError(
                 f"software={self.software!r} is not known. {did_you_mean(self.software, get_args(Software))}"
             )
+        if not FIRST_YEAR <= self.year <= LAST_YEAR:
+            near = LAST_YEAR if self.year > LAST_YEAR else FIRST_YEAR
+            raise UsageError(f"year={self.year} must lie between {FIRST_YEAR} and {LAST_YEAR}. Nearest: year={near}.")
         if self.precision.name == "qlora" and self.trainable == 1:
             raise UsageError(
                 "precision='qlora' has weights in 4 bits, which cannot be trained: give the share of the adapters. "
@@ -131,6 +136,11 @@ class Job:
     def microbatch_tokens(self) -> int:
         """Tokens of one microbatch on one rank, after context parallelism."""
         return self.layout.microbatch * self.sequence // self.layout.cp
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether GEMMs have gradients of their weights; beside adapters the weights are frozen."""
+        return self.trainable > 0.5
 
     def with_layout(self, layout: Layout) -> Job:
         """The same job with another layout."""

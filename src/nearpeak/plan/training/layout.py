@@ -90,8 +90,9 @@ class Layout:
         _require_multiple("tp x cp x pp", self.tp * self.cp * self.pp, "gpus", self.gpus)
         if self.ep * self.etp > 1:
             _require_multiple("ep x etp x pp", self.ep * self.etp * self.pp, "gpus", self.gpus)
-        if self.routed_nodes < 0:
-            raise UsageError(f"routed_nodes={self.routed_nodes} must be 0 or more. Nearest: routed_nodes=0.")
+        for field in ("routed_nodes", "shard_group"):
+            if getattr(self, field) < 0:
+                raise UsageError(f"{field}={getattr(self, field)} must be 0 or more. Nearest: {field}=0.")
         if self.schedule == "dualpipe" and (self.pp % 2 or self.virtual > 1):
             raise UsageError(
                 f"schedule='dualpipe' needs an even pp and virtual=1, and pp={self.pp}, virtual={self.virtual}. "
@@ -144,6 +145,11 @@ class Layout:
         """Ranks over which sharded states are spread."""
         return 1 if self.sharding == "none" else (self.shard_group or self.dp) * self.cp
 
+    @property
+    def gathers_weights(self) -> bool:
+        """Whether each rank stores a part of the weights, which are gathered layer by layer (ZeRO-3)."""
+        return self.sharding in ("zero3", "hsdp") and self.shard_ranks > 1
+
     def recomputes(self, module: str) -> bool:
         """Whether the backward pass recomputes this module."""
         return module in self.recompute or "layer" in self.recompute
@@ -172,10 +178,12 @@ class Layout:
                 f"split={self.split} has {sum(self.split)} layers and {model.name} has {model.layers}. "
                 f"Nearest: split={(*self.split[:-1], last)}."
             )
+        for field, without in (("ep", 1), ("etp", 1), ("routed_nodes", 0)):
+            if getattr(self, field) > without and not model.is_moe:
+                raise UsageError(
+                    f"{field}={getattr(self, field)}: {model.name} has no experts. Nearest: {field}={without}."
+                )
         if self.ep > 1 or self.etp > 1:
-            if not model.is_moe:
-                field = "ep" if self.ep > 1 else "etp"
-                raise UsageError(f"{field}={getattr(self, field)}: {model.name} has no experts. Nearest: {field}=1.")
             _require_divisor("ep", self.ep, f"the {model.experts} experts", model.experts)
             _require_divisor(
                 "etp", self.etp, f"the experts' width {model.expert_intermediate}", model.expert_intermediate

@@ -181,7 +181,18 @@ def stage_bytes(job: Job, stage: Stage) -> tuple[float, float]:
 
 
 def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimizer states on one rank."""
+    """Bytes of parameters, gradients and optimizer states in the memory of one GPU."""
+    parameters, gradients, optimizer = states_of_rank(job, stage)
+    offload = job.layout.offload
+    if offload != "none":
+        optimizer = 0.0
+        gradients = gradients if offload == "optimizer" else 0.0
+        parameters = 0.0 if offload == "all" else parameters
+    return parameters, gradients, optimizer
+
+
+def states_of_rank(job: Job, stage: Stage) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and optimizer states of one rank, wherever they are."""
     layout, precision, sharding = job.layout, job.precision, job.layout.sharding
     dense, experts = stage.dense_weights, stage.expert_weights
     weights, ranks = dense + experts, layout.shard_ranks
@@ -193,12 +204,7 @@ def _states(job: Job, stage: Stage) -> tuple[float, float, float]:
     gradients = (weights if sharding in ("none", "zero1") else shard) * precision.gradients * job.trainable
     if sharding == "zero2" and layout.virtual > 1:  # the piece that is running has its gradients whole
         gradients += weights / layout.virtual * precision.gradients * job.trainable
-    optimizer = shard * precision.optimizer * job.trainable
-    if layout.offload != "none":
-        optimizer = 0.0
-        gradients = gradients if layout.offload == "optimizer" else 0.0
-        parameters = 0.0 if layout.offload == "all" else parameters
-    return parameters, gradients, optimizer
+    return parameters, gradients, shard * precision.optimizer * job.trainable
 
 
 def _recomputed(job: Job, stage: Stage) -> float:
@@ -216,7 +222,7 @@ def _workspace(job: Job, stage: Stage) -> float:
     if job.trainable < 0.5:
         return WORKSPACE
     weights = stage.output_weights if job.precision.gradients > 2 or job.software == "fused" else 0.0
-    if job.software == "fused" and job.layout.sharding not in ("zero3", "hsdp"):
+    if job.software == "fused" and not job.layout.gathers_weights:
         weights += stage.shapes
     running = EAGER_RUNNING * job.microbatch_tokens * job.model.hidden if job.software == "eager" else 0.0
     return WORKSPACE + 2.0 * weights + running
@@ -242,7 +248,7 @@ def _communication(job: Job, stage: Stage) -> float:
     if layout.ep > 1:
         spread = layout.tp if layout.sequence_parallel else 1
         total += 2.0 * tokens * model.active_experts * (model.latent or model.hidden) / spread
-    if layout.sharding in ("zero3", "hsdp") and layout.shard_ranks > 1:
+    if layout.gathers_weights or layout.offload == "all":
         total += 2 * 2.0 * stage.unsharded_layer  # the running layer, and the next one
         total += 2.0 * stage.unsharded_layer  # its gradients before they are scattered
     elif layout.sharding == "none" and job.software == "eager" and layout.state_ranks > 1:

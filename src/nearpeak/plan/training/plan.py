@@ -229,6 +229,8 @@ def make_it_fit(
 ) -> tuple[Change, ...]:
     """Up to `most` changes after which the job needs at most `capacity` bytes; empty where none helps."""
     singles = tuple(_single_changes(job))
+    if planner is not None and planner.cluster.machine.pcie is None:
+        singles = tuple(single for single in singles if "offload" not in single)
     changes: list[tuple[dict[str, Any], Change]] = []
     for size in (1, 2, 3):
         if len(changes) >= most:

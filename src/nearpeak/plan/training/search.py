@@ -44,7 +44,8 @@ MOST_LAYOUTS_TO_REPEAT = 50_000
 """A search of more, which takes a second or longer, is not repeated under other conditions."""
 SLOWEST = 1.5
 """Layouts that take this many times the time of the fastest, and more, are not listed."""
-MICROBATCHES = (1, 2, 4, 8)
+LARGEST_MICROBATCH, MICROBATCH_TOKENS = 8, 2**15
+"""Largest microbatch that is tried: in sequences, and in tokens where sequences are short."""
 LARGEST_CP = 16
 """Largest degree of context parallelism that is tried."""
 NO_OTHER = f"nothing else is legal, fits and takes less than {SLOWEST:g} times as long"
@@ -66,7 +67,7 @@ class SearchPlan(Result):
     with_margin: Candidate | None = None
     """The fastest layout of the front whose `StageMemory.safe` fits, too; None where none does."""
     conditions: tuple[Condition, ...] = ()
-    """Winners under other conditions; empty where the search takes long."""
+    """Winners under other conditions that have a legal layout; empty where the search takes long."""
 
     def __repr__(self) -> str:
         where = f"{self.cluster.gpus} x {self.cluster.machine.id}"
@@ -132,7 +133,11 @@ def search_plan(
                 changed=not same or other.layout.recompute != best.recompute,
             )
 
-        conditions = tuple(winner(*condition) for condition in _conditions(cluster, sequence, batch))
+        conditions = tuple(
+            winner(*condition)
+            for condition in _conditions(cluster, sequence, batch)
+            if next(_meshes(model, condition[1], condition[3], condition[2]), None) is not None
+        )
     return SearchPlan(
         model=model,
         cluster=cluster,
@@ -401,14 +406,15 @@ def _meshes(model: Model, cluster: Cluster, global_batch: int, sequence: int) ->
             for pp in _divisors(gpus // (tp * cp), model.layers):
                 dp = gpus // (tp * cp * pp)
                 for ep in _expert_degrees(model, gpus // pp):
-                    yield from _layouts_of_mesh(cluster, global_batch, tp, cp, pp, dp, ep)
+                    yield from _layouts_of_mesh(cluster, global_batch, sequence, tp, cp, pp, dp, ep)
 
 
 def _layouts_of_mesh(
-    cluster: Cluster, global_batch: int, tp: int, cp: int, pp: int, dp: int, ep: int
+    cluster: Cluster, global_batch: int, sequence: int, tp: int, cp: int, pp: int, dp: int, ep: int
 ) -> Iterator[Layout]:
     gpus, domain = cluster.gpus, max(1, cluster.domain // tp)
-    for microbatch in MICROBATCHES:
+    most = max(LARGEST_MICROBATCH, MICROBATCH_TOKENS // max(1, sequence))
+    for microbatch in _degrees(most, global_batch // dp, global_batch // dp):
         if global_batch % (dp * microbatch):
             continue
         for sharding, group in _shardings(dp, cp, pp, domain):

@@ -51,6 +51,7 @@ from nearpeak.plan.training.efficiency import (
 )
 from nearpeak.plan.training.job import Job
 from nearpeak.plan.training.layout import Stage, pipeline_stage, stage_groups
+from nearpeak.plan.training.memory import states_of_rank
 
 PARTS = (
     "GEMMs", "attention", "memory-bound", "casts", "recompute", "launches", "tensor", "context", "experts", "pipeline",
@@ -67,7 +68,7 @@ EXCHANGE_MULTIPROCESSORS = 20 / 132
 """Share of a GPU's multiprocessors that an overlapped exchange of experts occupies: DeepSeek-V3's kernels on an H800
 (arXiv:2412.19437, section 3.2.2)."""
 OFFLOAD_SHARE = 0.8
-"""Share of the PCIe bandwidth at which offloaded optimizer states move. Assumed."""
+"""Share of the PCIe bandwidth at which offloaded states move. Assumed."""
 LAUNCH_SHARPNESS = 1.5
 """Power of the p-norm that joins device and host time: kernels and launches overlap, but not in full. Of 1.2, 1.5, 2
 and 4 the one with the least error on published runs with experts."""
@@ -121,7 +122,8 @@ class TrainingTime:
     tokens: int
     gpus: int
     model_flops: float
-    """FLOPs of the step on all GPUs: three times the forward pass; causal attention counts what its mask leaves."""
+    """FLOPs of the step on all GPUs: three times the forward pass, less the gradients of weights that are frozen (twice
+    for GEMMs beside adapters); causal attention counts what its mask leaves."""
     hardware_flops: float
     """`model_flops` and recomputation."""
     peak: float
@@ -365,11 +367,13 @@ class Planner:
 
     def _token_flops(self, job: Job) -> tuple[float, float]:
         """Model FLOPs of a token, and recomputed ones."""
-        key = (job.model, job.sequence, job.layout.recompute)
+        layout = job.layout
+        key = (job.model, job.sequence, layout.recompute, layout.recompute_share, job.trains_weights)
         if key not in self._flops:
             flops = forward_flops(job.model, job.sequence)
-            recomputed = flops.total - flops.output if job.layout.recomputes("layer") else 0.0
-            self._flops[key] = (flops.training, recomputed)
+            training = flops.training - (0.0 if job.trains_weights else flops.gemm)
+            recomputed = layout.recompute_share * recomputed_flops(job.model, job.sequence, layout.recompute)
+            self._flops[key] = (training, recomputed)
         return self._flops[key]
 
     def _recompute_seconds(
@@ -415,6 +419,7 @@ class Planner:
         layout, constants = job.layout, self.efficiency
         traffic = data_seconds(job, self.collectives, stage)
         once, each = traffic.gather + traffic.reduce, traffic.gather_each + traffic.scatter_each
+        each += self._offload_seconds(job, stage)
         if not once and not each:
             return 0.0, 0.0, 0.0
         if not layout.overlap_gradients:
@@ -424,6 +429,24 @@ class Planner:
         reduce_hidden = hidden_behind(traffic.reduce, constants.data_hidden * (microbatch - forward))
         hidden = gather_hidden + reduce_hidden
         return once - hidden, each - each_hidden, hidden + layout.microbatches * each_hidden
+
+    def _offload_seconds(self, job: Job, stage: Stage) -> float:
+        """Seconds in which one microbatch moves weights from the host, for each pass, and gradients to it."""
+        offload = job.layout.offload
+        if offload in ("none", "optimizer"):
+            return 0.0
+        parameters, gradients, _ = states_of_rank(job, stage)
+        return (gradients + (2 * parameters if offload == "all" else 0.0)) / self._host_rate(job)
+
+    def _host_rate(self, job: Job) -> float:
+        """Bytes/s between a GPU and host memory; UsageError where the catalogue does not have it."""
+        machine = self.cluster.machine
+        if machine.pcie is None:
+            raise UsageError(
+                f"offload={job.layout.offload!r}: the bandwidth between {machine.name} and its host is not in the "
+                "catalogue. Nearest: offload=none."
+            )
+        return OFFLOAD_SHARE * machine.pcie.bandwidth
 
     def _optimizer_seconds(self, job: Job, stage: Stage) -> float:
         """Seconds of the optimizer: states read and written, gradients read twice, weights written."""
@@ -436,14 +459,14 @@ class Planner:
         assert machine.theoretical is not None
         seconds = job.trainable * moved / (self.efficiency.memory * machine.theoretical.bandwidth)
         seconds *= self.efficiency.optimizer_scale
-        if layout.offload != "none" and machine.pcie is not None:
-            seconds += job.trainable * 2 * updated * precision.optimizer / (OFFLOAD_SHARE * machine.pcie.bandwidth)
+        if layout.offload != "none":
+            seconds += job.trainable * 2 * updated * precision.optimizer / self._host_rate(job)
         return seconds
 
 
 def _accumulates(job: Job) -> bool:
     """Whether gradients are not summed over microbatches in memory: part of the keys of memoized times."""
-    return job.layout.sharding in ("zero3", "hsdp") or job.layout.microbatches == 1
+    return job.layout.gathers_weights or job.layout.microbatches == 1
 
 
 def _joined(first: float, second: float) -> float:
@@ -560,17 +583,33 @@ class TrainingRates:
         self.attention = attention_rate(machine, job.year, efficiency)
         assert machine.theoretical is not None
         self.bandwidth = efficiency.memory * machine.theoretical.bandwidth
-        self.backward = 2.0 if job.trainable > 0.5 else 1.0
+        self.backward = 2.0 if job.trains_weights else 1.0
         """Backward GEMMs to one forward; adapters need no gradients of weights."""
         self.input_bytes = min(2.0, job.precision.saved)
         # A microbatch's gradients are added to those of the step: read and written, less the write that a GEMM has
         # anyway; eager code has a kernel for it. Weights that are gathered layer by layer are reduced instead.
         accumulated = 2.0 * job.precision.gradients + (2.0 if eager else -self.input_bytes)
-        self.accumulated = 0.0 if _accumulates(job) or job.trainable <= 0.5 else accumulated
+        self.accumulated = accumulated if job.trains_weights and not _accumulates(job) else 0.0
         """Bytes per weight of that."""
         self.traffic = efficiency.traffic_eager if eager else efficiency.traffic_fused
         scaling = job.precision.scaling
         self.quantize = 0.0 if scaling == "none" else float(getattr(efficiency, f"quantize_{scaling}"))
+
+
+def recomputed_flops(model: Model, sequence: int, recompute: tuple[str, ...]) -> float:
+    """FLOPs of a token that the backward pass computes again where all layers recompute these modules."""
+    flops = forward_flops(model, sequence)
+    if "layer" in recompute:
+        return flops.total - flops.output
+    up = [2.0 * inputs * outputs for name, inputs, outputs in attention_matrices(model) if name.endswith("up")]
+    modules = {
+        "attention": flops.scores + flops.scan,
+        "mla_up": model.attention_layers * sum(up) if model.kv_rank else 0.0,
+        "feed": flops.dense,
+        "experts": flops.experts + flops.shared,
+        "ops": flops.scan + (flops.gemm - flops.output) / 2,  # every second GEMM is saved
+    }
+    return sum(modules.get(module, 0.0) for module in recompute)
 
 
 def mixer_seconds(job: Job, kind: str, rates: TrainingRates) -> ComputeSeconds:
