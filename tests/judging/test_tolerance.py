@@ -119,3 +119,19 @@ def test_gradients_and_changed_inputs_are_results():
     assert known.mutated == [1] and len(known.own) == 3
     assert torch.equal(known.own[1], torch.ones(3)) and torch.equal(known.own[2], torch.full((4,), 2.0))
     assert torch.equal(buffer, torch.zeros(3))  # the caller's own is as before
+
+
+def test_complex_numbers_have_the_tolerance_of_their_parts():
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+    def by_product(x):
+        turns = torch.arange(64, dtype=torch.float64)
+        return (x.to(torch.complex128) @ torch.exp(-2j * torch.pi * turns[:, None] * turns / 64)).to(torch.complex64)
+
+    def conjugate(x):
+        return torch.fft.fft(x).conj()
+
+    assert compared(torch.fft.fft, by_product, x).is_right
+    assert not compared(torch.fft.fft, conjugate, x).is_right
+    assert not compared(torch.fft.fft, lambda x: torch.fft.fft(x.half().float()), x).is_right
+    assert compared(lambda z: z * 3, lambda z: z + z + z, torch.fft.fft(x)).is_right

@@ -66,11 +66,12 @@ def _describe_tensor(tensor: torch.Tensor, contents: list[bytes]) -> dict[str, A
     plain = tensor.detach()
     if plain.layout != torch.strided:
         raise ValueError(f"a tensor has the layout {plain.layout}, and only dense ones are exchanged")
+    plain = plain.resolve_conj().resolve_neg()
     span = storage_span(plain)
     flat = plain.as_strided((span,), (1,), plain.storage_offset()) if plain.numel() else plain.reshape(-1)
     # The padding before the first element: an offset of some elements, as alignment sees it.
     offset = plain.storage_offset() % 64
-    raw = flat.contiguous().cpu().view(torch.uint8)
+    raw = bytes_of(flat).cpu()
     content = ctypes.string_at(raw.data_ptr(), raw.numel()) if raw.numel() else b""
     contents.append(b"\0" * (offset * plain.element_size()) + content)
     return {
@@ -113,6 +114,13 @@ def _rebuilt(node: Any, storages: list[torch.Tensor]) -> Any:
     return float(content) if kind == "float" else content
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of the values, from the first element to the last."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1).contiguous()
+    # The stride of a tensor with one element or none may be anything.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors of a tree, from the first to the last."""
     if isinstance(tree, torch.Tensor):
@@ -137,17 +145,29 @@ def map_tensors(tree: Any, change: Any) -> Any:
     return tree
 
 
-def scaled(args: Any, factor: float) -> Any:
-    """Arguments whose floating-point tensors are multiplied by a factor, in new memory: other values, the same form.
+def rescaled(args: Any, seed: int) -> Any:
+    """Arguments whose floating-point tensors have a factor for each index of each dimension, in new memory.
 
-    The judge and the process of the candidate both compute this, with the same result to the last bit.
+    The form is the same, and no result follows from an earlier one, as it would from inputs that are all multiplied by
+    one factor. Dimensions of equal size have equal factors: what is symmetric stays so. The judge and the process of
+    the candidate both compute this, with the same result to the last bit.
     """
+    factors: dict[int, torch.Tensor] = {}
+
+    def factors_of(size: int) -> torch.Tensor:
+        if size not in factors:
+            generator = torch.Generator().manual_seed((seed + size) % 2**63)
+            factors[size] = 0.8 + 0.45 * torch.rand(size, generator=generator, dtype=torch.float64)
+        return factors[size]
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.detach()
-        if not plain.is_floating_point() or plain.element_size() == 1:
-            return _same_form(plain, plain).requires_grad_(tensor.requires_grad)
-        return _same_form(plain, plain * factor).requires_grad_(tensor.requires_grad)
+        values = plain = tensor.detach()
+        if (plain.is_floating_point() or plain.is_complex()) and plain.element_size() > 1:
+            values = plain * factors_of(1)[0].to(plain)
+            for dim, (size, stride) in enumerate(zip(plain.shape, plain.stride(), strict=True)):
+                if size > 1 and stride:
+                    values = values * factors_of(size).to(plain).reshape(-1, *[1] * (plain.dim() - dim - 1))
+        return _same_form(plain, values).requires_grad_(tensor.requires_grad)
 
     return map_tensors(args, change)
 

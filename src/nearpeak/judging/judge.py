@@ -19,6 +19,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,10 @@ import nearpeak
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import CaseError, NearpeakError, UsageError
 from nearpeak.judging.channel import CandidateError, Channel, ProcessEnded, sanitizer_prefix, sanitizer_report
-from nearpeak.judging.exchange import read_tensors, scaled, tensors_in, write_tensors
+from nearpeak.judging.exchange import bytes_of, read_tensors, rescaled, tensors_in, write_tensors
 from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Outcome, Rival, Speed, SuiteJudgement
 from nearpeak.judging.models import model_content
-from nearpeak.judging.runner import POISON
+from nearpeak.judging.runner import POISON, change_one, changeable
 from nearpeak.judging.tolerance import Agreement, Answer, agreement, answer, same_values, without_nonfinite
 from nearpeak.judging.variants import (
     Inputs,
@@ -44,6 +45,7 @@ from nearpeak.judging.variants import (
     value_variants,
 )
 from nearpeak.machines.detect import detect_cpu
+from nearpeak.measure.case import case_errors
 from nearpeak.measure.compare import CONFIDENCE
 from nearpeak.measure.compare import judge as compare_timings
 from nearpeak.measure.gpu import GpuInstrument, gpu_instrument
@@ -70,6 +72,17 @@ CLOCK_RUN_S = 0.03
 IDLE_S = 0.2
 BUSY_SHARE = 0.6
 LATE_S = 0.5
+PROBES, MORE_PROBES = 5, 15
+"""Pairs of calls, on the same inputs and with one element changed; more where the first ones differ."""
+CHECKED_SHARE = 0.3
+"""Of the timed blocks whose results are compared, drawn after they ran."""
+CHECKED_CALLS = 3
+"""Of each of them."""
+FEWEST_CHECKED = 4
+"""Blocks that are compared even where the time is up."""
+KEPT_BYTES = 1 << 30
+RANDOM_SHARE = 0.1
+"""Of the values of a reference, by which it may differ from itself."""
 FASTER_ON_SAME = 0.6
 """A call on inputs that came before may take this share of one with an element changed; less is no cache of the
 hardware's."""
@@ -149,7 +162,9 @@ def judge(
         for name, value in each.items():
             if type(value) is not int or value < 0:
                 raise UsageError(f"A size is a whole number, and {name} is {value!r}.")
-    with tempfile.TemporaryDirectory(prefix="nearpeak-judge-", dir=_memory_folder()) as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="nearpeak-judge-", dir=_memory_folder(), ignore_cleanup_errors=True
+    ) as folder:
         trial = _Trial(
             candidate=candidate,
             against=against,
@@ -230,6 +245,43 @@ def _memory_folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
+class _RivalEnded(Exception):
+    """The process of the reference crashed or hung."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KeptBlock:
+    """Results of a timed block."""
+
+    cache: str
+    seed: int
+    chosen: list[int]
+    outputs: Path
+    bytes: int
+
+
+def _privileges(pid: int) -> tuple[int, int]:
+    """The priority of a process, and how many processors it may use."""
+    try:
+        return os.getpriority(os.PRIO_PROCESS, pid), len(os.sched_getaffinity(pid))
+    except (AttributeError, OSError):  # another system, or the process has ended
+        return 0, 0
+
+
+def _is_drawn(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether two results for the same inputs differ by more than another order of sums explains in any dtype."""
+    if first.shape != second.shape or not first.numel() or same_values(first, second):
+        return first.shape != second.shape
+    if not first.is_floating_point():
+        return float((first != second).double().mean()) > RANDOM_SHARE
+    a, b = first.detach().double().nan_to_num(), second.detach().double().nan_to_num()
+    return float((a - b).norm()) > RANDOM_SHARE * float(a.norm())
+
+
+def _has_form_of(mine: torch.Tensor, own: torch.Tensor) -> bool:
+    return mine.shape == own.shape and mine.is_complex() == own.is_complex()
+
+
 class _Trial:
     """One judgement in the making."""
 
@@ -263,6 +315,11 @@ class _Trial:
         self.is_interpreted = False
         self.is_given_right = False
         self.is_state_known = False
+        self.mutated: list[int] = []
+        """Positions of the tensors that the reference changes."""
+        self.keys: list[str] | None = None
+        """Of the reference's result, where it is a dictionary."""
+        self.has_gradients = False
 
     def run(self, *, compile_reference: bool, timed: bool, sanitize: str | None, memory_bytes: int | None) -> Judgement:
         """Everything in order; a candidate that ends its process is judged by what was seen until then."""
@@ -277,8 +334,9 @@ class _Trial:
                 self.rival_channel = Channel(self.folder, str(self.device), timeout=self.timeout)
             self.task = Task(self.against, self.inputs_name, self.device)
             self.given = self.task.draw(self.draws.getrandbits(48), **self.sizes[0])
-            if not self.task.accepts(self.given):
-                self.task.function(*self.given.args, **self.given.kwargs)  # raises what is wrong
+            self._call_reference()
+            if timed:
+                self._import_reference()  # before the candidate, which could change its file
             self._import_candidate(path, function)
             if timed and self.is_imported:
                 self._begin_rivals(compile_reference)
@@ -286,6 +344,10 @@ class _Trial:
                 self._judge(timed)
             if sanitize and "CRASHED" not in self.charges:
                 self._sanitize(prefix, sanitize)
+        except OSError:
+            if self.folder.is_dir():
+                raise
+            self._charge("READS_JUDGE", "it removed the folder of the judge")
         finally:
             self.channel.close()
             if self.rival_channel is not None:
@@ -307,6 +369,34 @@ class _Trial:
             environment=_environment(self._instrument()),
             seconds=time.perf_counter() - start,
         )
+
+    def _call_reference(self) -> None:
+        """Calls the reference on the given inputs: what it raises, the form of its results, and whether it repeats."""
+        where = self.against
+        with case_errors(where, "on the given inputs"):
+            runs = []
+            for _ in range(2):
+                copies = self.given.changed(lambda tensor: tensor.clone())
+                result = self.task.function(*copies.args, **copies.kwargs)
+                pairs = zip(self.given.tensors, copies.tensors, strict=True)
+                self.mutated = [i for i, (before, after) in enumerate(pairs) if not same_values(before, after)]
+                runs.append([*tensors_in(result), *(copies.tensors[i] for i in self.mutated)])
+        if not runs[0]:
+            raise CaseError(
+                f"{where} returned {type(result).__name__}: a reference returns tensors, or changes its inputs."
+            )
+        if any(tensor.layout != torch.strided for tensor in runs[0]):
+            raise CaseError(f"{where} returned a sparse tensor: only dense ones can be compared.")
+        if isinstance(result, dict) and all(isinstance(key, str) for key in result):
+            self.keys = list(result)
+        self.has_gradients = any(tensor.requires_grad for tensor in self.given.tensors) and any(
+            tensor.is_floating_point() and tensor.requires_grad for tensor in tensors_in(result)
+        )
+        if any(_is_drawn(a, b) for a, b in zip(*runs, strict=True)):
+            raise CaseError(
+                f"{where} gives different results for the same inputs. Seed its random numbers at each call, or make "
+                "them inputs."
+            )
 
     def _import_candidate(self, path: str, function: str) -> None:
         self.say(f"{self.candidate}: importing it in a process of its own")
@@ -333,7 +423,7 @@ class _Trial:
     def _imports(self, *, guarded: bool, reference: str = "") -> dict[str, Any]:
         """The content of a command that imports the candidate."""
         content = {"file": self.path, "function": self.function, "guarded": guarded, "reference": reference}
-        return {**content, "model": self._model_file(), "memory_bytes": self.memory_bytes}
+        return {**content, "model": self._model_file(), "memory_bytes": self.memory_bytes, "keys": self.keys}
 
     def _model_file(self) -> str | None:
         """The weights of a reference that is a module; None where it is a function."""
@@ -349,6 +439,15 @@ class _Trial:
         if not self._check_given():
             self._integrity()
             return
+        try:
+            self._judge_calls(timed, deadline)
+        except CandidateError as error:
+            self._charge("RAISED", f"at a repeated call: {error}")
+        self._check_idle()
+        self._integrity()
+
+    def _judge_calls(self, timed: bool, deadline: float) -> None:
+        """What follows from calls that return."""
         self._check_sequence()
         self._check_variants(deadline)
         if not any(charge.fault == "wrong" for charge in self.charges.values()):
@@ -357,18 +456,15 @@ class _Trial:
         if timed and self.is_interpreted:
             self.notes.append("Triton's interpreter ran the candidate: its values were checked, and no time was taken.")
         elif timed and not any(charge.fault == "wrong" for charge in self.charges.values()):
-            self._time()
+            self._time_beside_rivals()
         elif timed:
             self.notes.append("No time was taken: the results are wrong.")
-        self._check_idle()
-        self._integrity()
 
     # Right
 
     def _check_given(self) -> bool:
         """The given inputs; False where nothing more can be said."""
         self.say(f"{self.candidate}: checking the given inputs")
-        has_gradients = any(tensor.requires_grad for tensor in self.given.tensors)
         surroundings = {"patient": True, "delayed": self.device.type != "cpu"}
         variant = Variant(kind="given", words="as given", inputs=self.given, surroundings=surroundings)
         check = self._check(variant, draws=1)
@@ -376,7 +472,7 @@ class _Trial:
         if check.outcome == "refused":
             self._charge("RAISED", check.detail)
             return False
-        if has_gradients and check.outcome == "passed":
+        if self.has_gradients and check.outcome == "passed":
             self._check(Variant(kind="gradients", words="gradients", inputs=self.given), draws=1)
         return check.outcome != "not run"
 
@@ -390,17 +486,13 @@ class _Trial:
             return
         files = [self._file("first", first), self._file("second", second)]
         outputs = self._path("sequence")
-        try:
-            reply = self._ask("sequence", first=files[0], second=files[1], outputs=outputs.name)
-        except CandidateError as error:
-            self._charge("RAISED", f"at a repeated call: {error}")
-            return
+        reply = self._ask("sequence", first=files[0], second=files[1], outputs=outputs.name, mutated=self.mutated)
         if "charge" in reply:
             self._charge_from(reply)
             return
         answers = [answer(self.task.function, each.args, each.kwargs, draws=1) for each in (first, second)]
-        snapshots = read_tensors(outputs, self.device)["snapshots"]
-        results = len(answers[0].own) - len(answers[0].mutated)
+        snapshots = self._read(outputs)["snapshots"]
+        results = len(answers[0].own)
         expected = (0, 1, 1, 0)
         right = [
             self._agrees(snapshot, answers[which], results) for snapshot, which in zip(snapshots, expected, strict=True)
@@ -441,7 +533,7 @@ class _Trial:
             return False
         pairs = zip(snapshot, known.own, known.exact, known.perturbed, strict=False)
         return all(
-            mine.shape == own.shape and agreement(mine, own, exact, perturbed, known).is_right
+            _has_form_of(mine, own) and agreement(mine, own, exact, perturbed, known).is_right
             for mine, own, exact, perturbed in pairs
         )
 
@@ -465,7 +557,7 @@ class _Trial:
                     return
                 check = self._check(variant)
                 tensors = variant.inputs.tensors
-                has_gradients = any(tensor.requires_grad for tensor in tensors) and all(t.numel() for t in tensors)
+                has_gradients = self.has_gradients and all(t.numel() for t in tensors)
                 if has_gradients and check.outcome == "passed" and variant.kind in ("sizes", "strides"):
                     self._check(Variant(kind="gradients", words=variant.words, inputs=variant.inputs))
 
@@ -524,7 +616,7 @@ class _Trial:
         if "charge" in reply:
             self._charge_from(reply)
             return Check(kind=kind, inputs=words, outcome="not run" if kind == "given" else "failed")
-        content = read_tensors(outputs, self.device)
+        content = self._read(outputs)
         self._charge_mutations(reply, known, words)
         return self._compared(variant, words, known, reply, content)
 
@@ -598,7 +690,7 @@ class _Trial:
         time.sleep(LATE_S)
         outputs = self._path("look")
         self._ask("look", outputs=outputs.name)
-        later: list[torch.Tensor] = read_tensors(outputs, self.device)["results"]
+        later: list[torch.Tensor] = self._read(outputs)["results"]
         same = all(same_values(a, b) for a, b in zip(results, later, strict=True))
         return None if same else later
 
@@ -614,7 +706,7 @@ class _Trial:
         for mine, own in zip(results, expected, strict=True):
             if mine.shape != own.shape:
                 return f"shape {tuple(mine.shape)}, and {tuple(own.shape)} from the reference"
-            if mine.dtype != own.dtype and kind != "autocast":
+            if mine.dtype != own.dtype and not (kind == "autocast" and _has_form_of(mine, own)):
                 return f"dtype {mine.dtype}, and {own.dtype} from the reference"
         return ""
 
@@ -695,26 +787,39 @@ class _Trial:
         for charge, seed, words in draws:
             inputs = self.task.draw(seed, **self.sizes[0])
             outputs = self._path("probe")
-            message = {"inputs": self._file("inputs", inputs), "outputs": outputs.name, "calls": 5}
+            message = {"inputs": self._file("inputs", inputs), "outputs": outputs.name}
+            change = self.draws.getrandbits(32)
             try:
-                reply = self._ask("probe", seed=self.draws.getrandbits(32), **message)
-            except CandidateError as error:
-                self._charge("RAISED", f"at a repeated call: {error}")
-                return
-            if charge == "MEMOIZED":
-                self._check_changed(read_tensors(outputs, self.device))
-            if _is_faster(reply, 0.5):
+                reply = self._ask("probe", seed=change, calls=PROBES, **message)
+                if charge == "MEMOIZED":
+                    self._check_changed(self._read(outputs))
+                if not _is_faster(reply, 0.5):
+                    continue
                 # The same again, with more calls and nearly all of them: an accusation must not come from noise.
-                reply = self._ask("probe", seed=self.draws.getrandbits(32), **{**message, "calls": 15})
-                if _is_faster(reply, 0.75):
-                    same, changed = (median(reply[name]) * 1e6 for name in ("same", "changed"))
-                    self._charge(charge, f"{same:.0f} us on {words}, {changed:.0f} us with one element changed")
+                reply = self._ask("probe", seed=change, calls=MORE_PROBES, **message)
+            except CandidateError:
+                if self._accepts_changes(inputs, change):
+                    raise
+                self.notes.append("Inputs with one element changed have no result: whether it keeps any is not seen.")
+                break
+            if _is_faster(reply, 0.75):
+                same, changed = (median(reply[name]) * 1e6 for name in ("same", "changed"))
+                self._charge(charge, f"{same:.0f} us on {words}, {changed:.0f} us with one element changed")
         self._load_sets(self.channel, self.sizes[0])
         sizes = self._ask("held", calls=6, seed=self.draws.getrandbits(32))["bytes"]
         self.bytes_held = float(max(0, sizes[-1] - sizes[0])) if sizes else None
         steps = [b - a for a, b in itertools.pairwise(sizes[1:])]
         if steps and min(steps) > 0:
             self._charge("MEMOIZED", f"every call keeps {min(steps)} bytes more of tensors")
+
+    def _accepts_changes(self, inputs: Inputs, seed: int) -> bool:
+        """Whether the reference runs on the inputs of a probe, each with another element changed."""
+        for turn in range(MORE_PROBES):
+            changed = inputs.changed(lambda tensor: tensor.clone())
+            change_one(changeable(changed.tensors), turn, seed)
+            if not self.task.accepts(changed):
+                return False
+        return True
 
     def _check_changed(self, content: dict[str, Any]) -> None:
         """After one element was changed in place, the result must be that of the new values."""
@@ -801,15 +906,43 @@ class _Trial:
             self.speeds.append(speed)
             self._check_floor(speed, floor)
 
-    def _begin_rivals(self, compile_reference: bool) -> None:
-        """Imports the reference in the process of the rivals, where it is compiled while the candidate is checked."""
+    def _time_beside_rivals(self) -> None:
+        """Takes the times, as far as the process of the reference goes, and sees what was done to that process."""
         assert self.rival_channel is not None
-        channel = self.rival_channel
+        try:
+            self._time()
+        except _RivalEnded as end:
+            self.notes.append(f"The process of the reference ended while times were taken: {end}.")
+            return
+        if (now := _privileges(self.rival_channel.pid)) != self.rival_privileges:
+            before, after = (", ".join(map(str, each)) for each in (self.rival_privileges, now))
+            self._charge("DISTURBS_RIVAL", f"priority and processors of the reference were {before}, and are {after}")
+
+    def _import_reference(self) -> None:
+        """Imports the reference in the process of the rivals."""
+        assert self.rival_channel is not None
         path, name, model = str(self.task.path), self.task.name, self._model_file()
-        channel.ask("import", file=path, function=name, guarded=False, reference="", model=model)
-        self.compiling = (
-            channel.command("compile", inputs=self._file("compiled", self.given)) if compile_reference else ""
-        )
+        try:
+            self._ask_rival("import", file=path, function=name, guarded=False, reference="", model=model)
+        except _RivalEnded as end:
+            raise CaseError(f"{self.against} cannot be imported in the process that times it: {end}.") from None
+        self.rival_privileges = _privileges(self.rival_channel.pid)
+
+    def _begin_rivals(self, compile_reference: bool) -> None:
+        """Begins to compile the reference, while the candidate is checked."""
+        assert self.rival_channel is not None
+        self.compiling = ""
+        with contextlib.suppress(ProcessEnded):  # it is noted where times are taken
+            if compile_reference:
+                self.compiling = self.rival_channel.command("compile", inputs=self._file("compiled", self.given))
+
+    def _ask_rival(self, do: str, **content: Any) -> dict[str, Any]:
+        """A command to the process of the reference."""
+        assert self.rival_channel is not None
+        try:
+            return self.rival_channel.ask(do, **content).content
+        except ProcessEnded as end:
+            raise _RivalEnded(end.evidence) from None
 
     def _rivals(self) -> list[str]:
         """What the candidate is timed against."""
@@ -821,12 +954,14 @@ class _Trial:
             try:
                 channel.answer(self.compiling, max(self.timeout, 120.0))
                 names.append("torch.compile")
+            except ProcessEnded as end:
+                raise _RivalEnded(f"{end.evidence}, in torch.compile of the reference") from None
             except CandidateError as error:
                 self.notes.append(f"torch.compile of the reference failed: {str(error)[:120]}")
         if self.device.type != "cpu":
             drawn = [self.given, self.task.draw(self.draws.getrandbits(48), **self.sizes[0])]
             files = [self._file(f"matched{i}", inputs) for i, inputs in enumerate(drawn)]
-            kernel = channel.ask("match", inputs=files).content["kernel"]
+            kernel = self._ask_rival("match", inputs=files)["kernel"]
             if kernel:
                 names.append("nearpeak")
                 self.notes.append(f"nearpeak's kernel for this is {kernel}.")
@@ -842,10 +977,8 @@ class _Trial:
 
     def _send_sets(self, channel: Channel, sets: list[Inputs]) -> None:
         files = [self._file(f"set{i}", each) for i, each in enumerate(sets)]
-        if channel is self.channel:
-            self._ask("sets", inputs=files)
-        else:
-            channel.ask("sets", inputs=files)
+        ask = self._ask if channel is self.channel else self._ask_rival
+        ask("sets", inputs=files)
 
     def _speed(self, sizes: Mapping[str, int], rivals: list[str], floor: Floor | None) -> Speed | None:
         assert self.rival_channel is not None
@@ -855,7 +988,7 @@ class _Trial:
         calls = 3 if self.device.type == "cpu" else max(2, min(8, int(SETS_BYTES / max(1, total))))
         names = ["candidate", *rivals]
         series: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        kept: list[tuple[int, int, Any]] = []
+        kept: list[_KeptBlock] = []
         deadline = time.perf_counter() + self.max_seconds / (2 * len(self.sizes))
         for cache, least, most in (("cold", FEWEST_BLOCKS, MOST_BLOCKS), ("hot", 5, 8)):
             rounds = 0
@@ -868,8 +1001,9 @@ class _Trial:
                         return None
                     if rounds:
                         series.setdefault((name, cache), []).append(block)
-                    if name == "candidate" and rounds in (1, least):
-                        kept.append((seed, *self._kept(calls)))
+                    is_due = rounds == least and not any(each.cache == cache for each in kept)
+                    if name == "candidate" and rounds and (is_due or self.draws.random() < CHECKED_SHARE):
+                        kept += self._kept(cache, seed, calls, sum(each.bytes for each in kept))
                 rounds += 1
                 if rounds > least and time.perf_counter() > deadline:
                     break
@@ -905,41 +1039,44 @@ class _Trial:
         )
 
     def _block(self, name: str, cache: str, seed: int, calls: int) -> dict[str, Any] | None:
-        message: dict[str, Any] = {"name": name, "cache": cache, "seed": seed, "calls": calls}
+        message: dict[str, Any] = {"name": name, "cache": cache, "seed": seed, "calls": calls, "mutated": self.mutated}
         if name != "candidate":
-            assert self.rival_channel is not None
-            return self.rival_channel.ask("block", **message).content
+            return self._ask_rival("block", **message)
         try:
             return self._ask("block", **message)
         except CandidateError as error:
             self._charge("RAISED", f"in a timed call: {error}")
             return None
 
-    def _kept(self, calls: int) -> tuple[int, Any]:
-        """A call of the last block, chosen now, and its result."""
-        chosen = self.draws.randrange(calls)
+    def _kept(self, cache: str, seed: int, calls: int, bytes_kept: int) -> list[_KeptBlock]:
+        """Calls of the last block, chosen now, with their results; none where there are many already."""
+        if bytes_kept > KEPT_BYTES:
+            return []
+        chosen = sorted(self.draws.sample(range(calls), min(calls, CHECKED_CALLS)))
         outputs = self._path(f"kept-{self.draws.getrandbits(32)}")
-        self._ask("kept", chosen=[chosen], calls=calls, outputs=outputs.name)
-        return chosen, outputs
+        self._ask("kept", chosen=chosen, calls=calls, outputs=outputs.name)
+        size = outputs.stat().st_size
+        return [_KeptBlock(cache=cache, seed=seed, chosen=chosen, outputs=outputs, bytes=size)]
 
-    def _check_kept(self, sets: list[Inputs], calls: int, kept: list[tuple[int, int, Any]]) -> None:
+    def _check_kept(self, sets: list[Inputs], calls: int, kept: list[_KeptBlock]) -> None:
         """The results of timed calls, on inputs that are made again here from the seed of their block."""
-        for seed, chosen, outputs in kept:
-            draws = random.Random(seed)
-            for _ in range(chosen + 1):
-                which = draws.randrange(len(sets))
-                factor = draws.uniform(0.5, 1.5)
-            inputs = sets[which]
-            args, kwargs = scaled(inputs.args, factor), scaled(inputs.kwargs, factor)
-            known = answer(self.task.function, args, kwargs, draws=1)
-            results = read_tensors(outputs, self.device)["results"][0]
-            right = self._agrees(results, known, len(known.own) - len(known.mutated))
-            outcome: Outcome = "passed" if right else "failed"
-            self.checks.append(
-                Check(kind="timed", inputs=f"call {chosen + 1} of {calls} of a timed block", outcome=outcome)
-            )
-            if not right:
-                self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
+        deadline = time.perf_counter() + self.max_seconds / 2
+        for number, block in enumerate(self.draws.sample(kept, len(kept))):
+            if number >= FEWEST_CHECKED and time.perf_counter() > deadline:
+                return
+            draws = random.Random(block.seed)
+            made = [(draws.randrange(len(sets)), draws.getrandbits(48)) for _ in range(calls)]
+            for chosen, results in zip(block.chosen, self._read(block.outputs)["results"], strict=True):
+                which, seed = made[chosen]
+                args, kwargs = rescaled(sets[which].args, seed), rescaled(sets[which].kwargs, seed)
+                known = answer(self.task.function, args, kwargs, draws=1)
+                right = self._agrees(results, known, len(known.own))
+                outcome: Outcome = "passed" if right else "failed"
+                self.checks.append(
+                    Check(kind="timed", inputs=f"call {chosen + 1} of {calls} of a timed block", outcome=outcome)
+                )
+                if not right:
+                    self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
 
     def _timing(self, name: str, blocks: list[dict[str, Any]]) -> Timing:
         options = Options(confidence=0.95)
@@ -1062,6 +1199,15 @@ class _Trial:
     def _charge_from(self, reply: dict[str, Any]) -> None:
         self._charge(str(reply["charge"]), str(reply["evidence"])[:300])
 
+    def _read(self, outputs: Path) -> Any:
+        """What the process of the candidate wrote; what cannot be read is a charge, and the end."""
+        try:
+            return read_tensors(outputs, self.device)
+        except Exception as error:  # it may hold anything
+            evidence = f"what its process wrote as results cannot be read: {type(error).__name__}"
+            self._charge("RUNNER_PATCHED", evidence)
+            raise ProcessEnded("RUNNER_PATCHED", evidence, "") from None
+
     def _path(self, name: str) -> Path:
         return self.folder / name
 
@@ -1119,7 +1265,7 @@ def _poisoned_share(tensor: torch.Tensor) -> float:
     """Elements whose bytes are those that memory was filled with."""
     if not tensor.numel() or not tensor.is_floating_point():
         return 0.0
-    raw = tensor.contiguous().view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
+    raw = bytes_of(tensor).reshape(tensor.numel(), tensor.element_size())
     return float((raw == POISON).all(dim=1).double().mean())
 
 

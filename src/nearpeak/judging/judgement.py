@@ -60,6 +60,7 @@ CHARGES: Mapping[str, tuple[Fault, str]] = {
     "CALLS_REFERENCE": ("dishonest", "It opens or imports the file of the reference."),
     "READS_JUDGE": ("dishonest", "It opens the judge's files of inputs and results."),
     "INSPECTS_CALLER": ("dishonest", "It looks at the frames or the objects of the code that calls it."),
+    "DISTURBS_RIVAL": ("dishonest", "It ends or slows down other processes, such as the one that times the reference."),
     "BELOW_FLOOR": ("dishonest", "It takes less time than a right result takes at the least on this machine."),
 }
 """By name: whether the candidate is wrong or dishonest then, and what the charge says."""

@@ -17,20 +17,22 @@ import os
 import random
 import socket
 import sys
+import sysconfig
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, NoReturn
 
 import torch
+from torch.utils._device import DeviceContext
 
 from nearpeak.devices.backends import gpu_backend
 from nearpeak.judging import channel, exchange
 from nearpeak.judging.channel import RUNS, write_message
-from nearpeak.judging.exchange import map_tensors, read_tensors, scaled, tensors_in, write_tensors
+from nearpeak.judging.exchange import bytes_of, map_tensors, read_tensors, rescaled, tensors_in, write_tensors
 from nearpeak.judging.models import is_model, make_module, model_like
 from nearpeak.measure import case as case_files
 from nearpeak.measure import gpu, instrument, kernel_times, samplers, statistics
@@ -66,7 +68,9 @@ class Guard:
         """By name of a charge, the first evidence."""
         self.is_own = threading.local()
         self._before = {name: self._read(owner) for name, owner in self._owners().items()}
+        self._globals = {module: dict(vars(module)) for module in _OWN_MODULES}
         self._codes = {name: self._parts(function) for name, function in self._functions().items()}
+        self._kernels = _registered_kernels()
         sys.addaudithook(self._audit)
 
     @staticmethod
@@ -102,11 +106,7 @@ class Guard:
     @staticmethod
     def _functions() -> dict[str, FunctionType]:
         functions: dict[str, FunctionType] = {}
-        modules = (
-            *(sys.modules[__name__], channel, exchange, case_files),
-            *(samplers, gpu, instrument, kernel_times, statistics),
-        )
-        for module in modules:
+        for module in _OWN_MODULES:
             for name, value in vars(module).items():
                 if isinstance(value, FunctionType):
                     functions[f"{module.__name__}.{name}"] = value
@@ -121,11 +121,30 @@ class Guard:
         return functions
 
     @staticmethod
-    def _parts(function: FunctionType) -> tuple[FunctionType, CodeType, Any]:
-        return function, function.__code__, function.__defaults__
+    def _parts(function: FunctionType) -> tuple[FunctionType, CodeType, Any, Any]:
+        return function, function.__code__, function.__defaults__, dict(function.__kwdefaults__ or {})
+
+    def inspect_modes(self) -> None:
+        """Looks for what sees every operation of this process, after each command: it could work on inputs early."""
+        counts = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+        modes = [torch._C._get_dispatch_stack_at(i) for i in range(counts[0])]
+        modes += [torch._C._get_function_stack_at(i) for i in range(counts[1])]
+        for mode in modes:
+            if type(mode) is not DeviceContext:  # which torch.set_default_device leaves
+                self.saw("CHECKER_PATCHED", f"its mode {type(mode).__name__} sees every operation of the process")
 
     def inspect(self) -> None:
         """Compares what there is now with what there was before the candidate was imported."""
+        for module, before in self._globals.items():
+            for name, value in before.items():
+                if vars(module).get(name) is not value:
+                    measures = module.__name__.startswith("nearpeak.measure") or "clock" in name
+                    place = "runner" if module.__name__ == "__main__" else module.__name__
+                    charge = "TIMER_PATCHED" if measures else "RUNNER_PATCHED"
+                    self.saw(charge, f"{place}.{name} is no longer what it was before the import")
+        for name, kernels in _registered_kernels().items():
+            if kernels - self._kernels[name]:
+                self.saw("CHECKER_PATCHED", f"it registered a kernel of its own for {name}")
         for owner_name, owner in self._owners().items():
             now = self._read(owner)
             for name, value in self._before[owner_name].items():
@@ -158,8 +177,15 @@ class Guard:
             return
         self.is_own.value = True  # what follows must not be audited in turn
         try:
-            if event == "open":
-                self._opened(arguments[0])
+            if event in _PATH_EVENTS:
+                for path in arguments[: _PATH_EVENTS[event]]:
+                    self._used_path(event, path)
+            elif event == "object.__getattr__":
+                if arguments[1] in _FRAMES and self._asked_by_candidate(through=()):
+                    self.saw("INSPECTS_CALLER", f"it read {arguments[1]}")
+            elif event in ("os.kill", "os.killpg"):
+                if self._asked_by_candidate() and not _is_own_process(int(arguments[0])):
+                    self.saw("DISTURBS_RIVAL", f"it sent signal {arguments[1]} to process {arguments[0]}")
             elif event == "object.__setattr__":
                 if arguments[1] == "__code__" and isinstance(arguments[0], FunctionType):
                     self.saw("RUNNER_PATCHED", f"it set the code of {arguments[0].__qualname__}")
@@ -168,26 +194,45 @@ class Guard:
         finally:
             self.is_own.value = False
 
-    def _opened(self, path: Any) -> None:
+    def _used_path(self, event: str, path: Any) -> None:
         if not isinstance(path, (str, bytes)):
             return
         full = os.path.realpath(os.fsdecode(path))
+        did = "opened" if event == "open" else f"called {event} on"
         if self.reference and (full == self.reference or _source_of(full) == self.reference):
-            self.saw("CALLS_REFERENCE", f"it opened {Path(full).name}")
-        elif full.startswith(self.folder + os.sep):
-            self.saw("READS_JUDGE", f"it opened {Path(full).name} in the folder of the judge")
+            self.saw("CALLS_REFERENCE", f"it {did} {Path(full).name}")
+        elif full == self.folder or full.startswith(self.folder + os.sep):
+            self.saw("READS_JUDGE", f"it {did} {Path(full).name} in the folder of the judge")
 
-    def _asked_by_candidate(self) -> bool:
-        """Whether the code that asks is the candidate's own, or the library function `inspect` that it called."""
-        frame = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename.endswith(("/inspect.py", "/traceback.py")):
-            if frame.f_back is None:
-                return False
+    def _asked_by_candidate(self, through: tuple[str, ...] = ("/inspect.py", "/traceback.py")) -> bool:
+        """Whether the code that asks is the candidate's own, or a text or one of these library files that it ran."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename.endswith((*through, ">")):
             frame = frame.f_back
-        return frame is not None and os.path.realpath(frame.f_code.co_filename) == self.candidate
+        if frame is None:
+            return False
+        file = os.path.realpath(frame.f_code.co_filename)
+        beside = str(Path(self.candidate).parent) + os.sep
+        return file == self.candidate or (file.startswith(beside) and not file.startswith(_OTHERS_CODE))
 
 
-_WATCHED = {"open", "sys._getframe", "gc.get_objects", "gc.get_referrers", "gc.get_referents", "object.__setattr__"}
+_OWN_MODULES = (
+    *(sys.modules[__name__], channel, exchange, case_files),
+    *(samplers, gpu, instrument, kernel_times, statistics),
+)
+"""Whose code runs around the calls of a candidate."""
+_PATH_EVENTS = {
+    **dict.fromkeys(("open", "os.listdir", "os.scandir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"), 1),
+    **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 2),
+}
+"""Audit events of files, with the number of their arguments that are paths."""
+_FRAMES = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
+"""Attributes from which the frames of callers can be reached."""
+_WATCHED = {
+    *_PATH_EVENTS,
+    *("sys._getframe", "sys._current_frames", "sys.setprofile", "sys.settrace", "object.__getattr__"),
+    *("gc.get_objects", "gc.get_referrers", "gc.get_referents", "object.__setattr__", "os.kill", "os.killpg"),
+}
 _TIMERS = ("time", "torch.cuda", "torch.cuda.Event", "torch.cuda.Stream", "torch.accelerator", "threading")
 
 
@@ -201,13 +246,45 @@ def _is_wrapped_by_torch(new: Any, old: Any) -> bool:
     """Whether torch itself replaced one of its functions, as torch.compile does: by its own code around the old one."""
     inner = new
     while isinstance(inner, FunctionType) and inner.__code__.co_filename.startswith(_TORCH):
+        if getattr(sys.modules.get(inner.__globals__.get("__name__", "")), "__dict__", None) is not inner.__globals__:
+            return False  # it only says that it is of torch
         if (wrapped := getattr(inner, "__wrapped__", None)) is None:
             return inner.__name__ == getattr(old, "__name__", None)
         inner = wrapped
     return inner is old
 
 
+def _registered_kernels() -> dict[str, set[str]]:
+    """The kernels behind the operators that the runner uses, as torch's dispatcher lists them."""
+    return {
+        name: {line for line in torch._C._dispatch_dump(name).splitlines() if line.startswith(_DISPATCH_KEYS)}
+        for name in _OPERATORS
+    }
+
+
+_OPERATORS = tuple(
+    f"aten::{name}"
+    for name in ("clone", "copy_", "zeros", "empty.memory_format", "as_strided", "mul.Tensor", "equal", "view.dtype")
+)
+_DISPATCH_KEYS = ("CPU:", "CUDA:", "BackendSelect:", "ADInplaceOrView:", "AutogradCPU:", "AutogradCUDA:", "Composite")
+
+
+def _is_own_process(pid: int) -> bool:
+    """Whether it is this process, or one that it started."""
+    try:
+        return pid in (0, os.getpid()) or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == str(
+            os.getpid()
+        )
+    except (OSError, IndexError):
+        return True  # there is no such process
+
+
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_OTHERS_CODE = tuple(
+    {os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("purelib", "platlib", "stdlib", "platstdlib")}
+    | {str(Path(channel.__file__).parents[1]) + os.sep}
+)
+"""Folders of code that is not the candidate's, even where the candidate's folder contains them."""
 
 
 def _source_of(path: str) -> str:
@@ -258,6 +335,7 @@ class Runner:
             path = os.path.realpath(message["file"])
             self.guard = Guard(self.folder, message["reference"], path)
             self.settings = _settings()
+        sys.path.append(str(Path(message["file"]).resolve().parent))  # for modules that it imports when it is called
         start = _clock()
         function: Any = case_files.load(f"{message['file']}:{message['function']}").function
         has_same_weights = True
@@ -266,6 +344,8 @@ class Runner:
             function, has_same_weights = model_like(content, function, self.device)
         elif is_model(function):
             function = make_module(function, (), 0, self.device)
+        if message.get("keys"):
+            function = _in_order(function, message["keys"])
         self.functions["candidate" if message["guarded"] else "reference"] = function
         return {"seconds": _clock() - start, "same_weights": has_same_weights}
 
@@ -344,6 +424,9 @@ class Runner:
             if message.get("stream"):
                 torch.cuda.current_stream().synchronize()
         self._no_poison()
+        if seeds is not None:
+            # What the gradients need belongs to the result: a call in between must not change it.
+            self._call(*rescaled((args, kwargs), 1))
         gradients = None if seeds is None else self._gradients(result, (args, kwargs), seeds)
         if message.get("patient"):
             self.synchronize()
@@ -380,7 +463,8 @@ class Runner:
         reply = self._form(first)
         if "charge" in reply:
             return reply
-        snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(first)])
+        mutated = message["mutated"]
+        snapshots.append(self._snapshot(first, (args, kwargs), mutated))
         with torch.no_grad():
             for tensor, new in zip(tensors_in((args, kwargs)), others, strict=True):
                 if 0 not in tensor.stride():
@@ -389,13 +473,14 @@ class Runner:
         for _ in range(2):
             self._poison(args)
             result = self._call(args, kwargs)
-            snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(result)])
+            snapshots.append(self._snapshot(result, (args, kwargs), mutated))
         self.synchronize()
-        overwritten = [_same_bits(a, b.detach()) is False for a, b in zip(snapshots[0], tensors_in(first), strict=True)]
+        results = tensors_in(first)
+        overwritten = [_same_bits(a, b) is False for a, b in zip(snapshots[0][: len(results)], results, strict=True)]
         fresh = self._arguments(message["first"])
         self._poison(args)
         last = self._call(*fresh)
-        snapshots.append([_clone(tensor.detach()) for tensor in tensors_in(last)])
+        snapshots.append(self._snapshot(last, fresh, mutated))
         self._no_poison()
         self.synchronize()
         repeated = all(_same_bits(a, b) for a, b in zip(snapshots[1], snapshots[2], strict=True))
@@ -409,7 +494,7 @@ class Runner:
         """
         clock = _processor_clock if self.device.type == "cpu" else _clock
         args, kwargs = self._arguments(message["inputs"])
-        tensors = [tensor for tensor in tensors_in((args, kwargs)) if tensor.numel() > 1 and 0 not in tensor.stride()]
+        tensors = changeable(tensors_in((args, kwargs)))
         originals = [tensor.detach().clone() for tensor in tensors]
         for _ in range(2):
             self._call(args, kwargs)
@@ -420,7 +505,7 @@ class Runner:
             for i in range(message["calls"]):
                 for times, changes in ((same, False), (changed, True)):
                     if changes:
-                        _change_one(tensors, i, message["seed"])
+                        change_one(tensors, i, message["seed"])
                     else:
                         with torch.no_grad():
                             for tensor, values in zip(tensors, originals, strict=True):
@@ -482,6 +567,11 @@ class Runner:
                     device, call, stage, call_seconds=seconds, enqueue_seconds=enqueue, zero_seconds=zero, calls=calls
                 )
                 block, method = sampler.block(), f"{sampler.method}; new inputs for each call"
+            if name == "candidate":
+                # At once, and the last first: a thread that has not finished is too late.
+                for i in reversed(range(len(self.outputs))):
+                    changed = [self.staged[i % len(self.staged)]] if message["mutated"] else []
+                    self.outputs[i] = self._snapshot(self.outputs[i], changed, message["mutated"])
         return {
             "seconds": block.seconds,
             "readings": list(block.readings),
@@ -705,11 +795,18 @@ class Runner:
             )
         )
 
+    def _snapshot(self, result: Any, arguments: Any, mutated: list[int]) -> list[torch.Tensor]:
+        """Copies of the tensors of a result, and of the inputs that the reference changes."""
+        inputs = tensors_in(arguments) if mutated else []
+        return [_clone(tensor.detach()) for tensor in (*tensors_in(result), *(inputs[i] for i in mutated))]
+
     def _form(self, result: Any) -> dict[str, Any]:
         for tensor in tensors_in(result):
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 return {"charge": "LAZY_RESULT", "evidence": f"it returned a {type(tensor).__name__}"}
-        if not tensors_in(result):
+            if tensor.layout != torch.strided:
+                return {"charge": "WRONG_FORM", "evidence": f"it returned a tensor of layout {tensor.layout}"}
+        if not tensors_in(result) and result is not None:
             return {"charge": "WRONG_FORM", "evidence": f"it returned a {type(result).__name__} without tensors"}
         return {
             "form": [
@@ -745,8 +842,8 @@ class Runner:
 
     def _scaled(self, draws: random.Random) -> tuple[Any, Any]:
         args, kwargs = self.sets[draws.randrange(len(self.sets))]
-        factor = draws.uniform(0.5, 1.5)
-        return scaled(args, factor), scaled(kwargs, factor)
+        seed = draws.getrandbits(48)
+        return rescaled(args, seed), rescaled(kwargs, seed)
 
     def _stage(self, seed: int, calls: int) -> None:
         draws = random.Random(seed)
@@ -786,12 +883,26 @@ def read_own(runner: Runner, file: str) -> Any:
         return read_tensors(runner.folder / Path(file).name, runner.device)
 
 
+def _in_order(function: Callable[..., Any], keys: list[str]) -> Callable[..., Any]:
+    """A function whose dictionaries have the reference's keys in the reference's order."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return {key: result[key] for key in keys} if isinstance(result, dict) and set(result) == set(keys) else result
+
+    return call
+
+
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    return a.shape == b.shape and (not a.numel() or bool(_equal(a.view(torch.uint8), b.view(torch.uint8))))
+    return a.shape == b.shape and bool(_equal(bytes_of(a), bytes_of(b)))
 
 
-def _change_one(tensors: list[torch.Tensor], turn: int, seed: int) -> None:
+def changeable(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of which one element can be changed alone."""
+    return [tensor for tensor in tensors if tensor.numel() > 1 and 0 not in tensor.stride()]
+
+
+def change_one(tensors: list[torch.Tensor], turn: int, seed: int) -> None:
     """Gives one element of each floating-point tensor another value."""
     draws = random.Random(seed + turn)
     with torch.no_grad():
@@ -827,6 +938,8 @@ def main(arguments: list[str]) -> None:
             message = json.loads(line)
             reply = _obey(runner, message)
             runner._no_poison()
+            if runner.guard is not None:
+                runner.guard.inspect_modes()
             write_message(replies, {**reply, "token": message["token"]})
 
 

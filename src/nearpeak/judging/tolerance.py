@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nearpeak.judging.exchange import map_tensors, tensors_in
+from nearpeak.judging.exchange import bytes_of, map_tensors, tensors_in
 
 FACTOR = 4.0
 PRECISION_FACTOR = 4.0
@@ -95,11 +95,11 @@ def answer(
 
     def influence() -> list[torch.Tensor]:
         """The mean square of what perturbations change."""
-        squares = [torch.zeros_like(tensor.double()) for tensor in exact]
+        squares = [torch.zeros_like(_reals(tensor).double()) for tensor in exact]
         for _ in range(draws):
             moved = map_tensors(wider, lambda t: perturb(t).requires_grad_(t.requires_grad) if _is_wide(t) else t)
             for square, a, b in zip(squares, _run(function, moved[0], moved[1], seeds, None)[0], exact, strict=True):
-                difference = a.double() - b.double()
+                difference = _reals(a).double() - _reals(b).double()
                 square += torch.where(difference.isfinite(), difference, 0.0) ** 2 / draws
         return squares
 
@@ -114,7 +114,7 @@ def answer(
             squares = influence()
     except Exception:  # a reference may be written for one dtype: then it is compared with itself
         exact, is_exact = own, False
-        squares = [torch.zeros_like(tensor.double()) for tensor in exact]
+        squares = [torch.zeros_like(_reals(tensor).double()) for tensor in exact]
     depth = max((max(tensor.shape, default=1) for tensor in tensors_in((args, kwargs))), default=1)
     perturbed = [square.sqrt() for square in squares]
     return Answer(
@@ -184,27 +184,33 @@ def _are_mostly_zero(squares: Sequence[torch.Tensor]) -> bool:
 
 def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors hold the same bits."""
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    return a.shape == b.shape and (not a.numel() or torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bytes_of(a), bytes_of(b))
+
+
+def _reals(tensor: torch.Tensor) -> torch.Tensor:
+    """Real and imaginary parts of complex numbers; other tensors as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
-    return tensor.dtype == torch.float64
+    return tensor.dtype in (torch.float64, torch.complex128)
 
 
 def wide(tree: Any) -> Any:
-    """The same tree with floating-point tensors in float64."""
+    """The same tree with floating-point tensors in float64, and complex ones in complex128."""
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
+        if not tensor.is_floating_point() and not tensor.is_complex():
             return tensor
-        return tensor.detach().double().requires_grad_(tensor.requires_grad)
+        dtype = torch.complex128 if tensor.is_complex() else torch.float64
+        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad)
 
     return map_tensors(tree, widen)
 
 
 def _widest(args: Any, kwargs: Any) -> torch.dtype:
-    floats = [tensor.dtype for tensor in tensors_in((args, kwargs)) if tensor.is_floating_point()]
+    reals = [_reals(tensor) for tensor in tensors_in((args, kwargs))]
+    floats = [tensor.dtype for tensor in reals if tensor.is_floating_point()]
     return max(floats, key=lambda dtype: torch.finfo(dtype).bits, default=torch.float32)
 
 
@@ -216,7 +222,7 @@ def agreement(
         return Agreement(
             error=0, rms_ratio=0, wrong_share=0, unwritten_share=0, relative=0, looks_rounded=False, lowered=False
         )
-    result = result.detach().to(own.device)
+    result, own, exact = _reals(result.detach().to(own.device)), _reals(own), _reals(exact)
     if not own.is_floating_point():
         wrong = (result != own) & (result != exact.to(own.dtype))
         return _exact_agreement(result, own, wrong)

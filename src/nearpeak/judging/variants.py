@@ -19,6 +19,7 @@ from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import CaseError
 from nearpeak.judging.exchange import map_tensors, storage_span, tensors_in
 from nearpeak.judging.models import INIT_NAMES, Model, is_model, make_module
+from nearpeak.judging.tolerance import same_values
 from nearpeak.measure.case import case_errors, load
 
 INPUT_NAMES = ("inputs", "get_inputs", "make_inputs", "generate_input")
@@ -126,7 +127,9 @@ class Task:
         """Whether the reference runs on these inputs."""
         try:
             copies = inputs.changed(lambda tensor: tensor.clone())
-            return bool(tensors_in(self.function(*copies.args, **copies.kwargs)))
+            result = self.function(*copies.args, **copies.kwargs)
+            changed = not all(same_values(a, b) for a, b in zip(inputs.tensors, copies.tensors, strict=True))
+            return bool(tensors_in(result)) or (result is None and changed)
         except Exception:  # whatever it raises, it is no input of this function
             return False
 
