@@ -71,7 +71,8 @@ MOST_BLOCKS = 40
 CLOCK_RUN_S = 0.03
 IDLE_S = 0.2
 BUSY_SHARE = 0.6
-LATE_S = 0.5
+LATE_S = (0.5, 1.0, 2.0)
+"""Between the looks at a wrong result: other processes may need as long to write into it, on a busy machine."""
 PROBES, MORE_PROBES = 5, 15
 """Pairs of calls, on the same inputs and with one element changed; more where the first ones differ."""
 CHECKED_SHARE = 0.3
@@ -686,13 +687,15 @@ class _Trial:
         )
 
     def _look_again(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """The result of the last call some time later; None where it is the same."""
-        time.sleep(LATE_S)
-        outputs = self._path("look")
-        self._ask("look", outputs=outputs.name)
-        later: list[torch.Tensor] = self._read(outputs)["results"]
-        same = all(same_values(a, b) for a, b in zip(results, later, strict=True))
-        return None if same else later
+        """The result of the last call some time later; None where it stays the same."""
+        for wait_s in LATE_S:
+            time.sleep(wait_s)
+            outputs = self._path("look")
+            self._ask("look", outputs=outputs.name)
+            later: list[torch.Tensor] = self._read(outputs)["results"]
+            if not all(same_values(a, b) for a, b in zip(results, later, strict=True)):
+                return later
+        return None
 
     def _mutated_value(self, position: int, changed: Any, variant: Variant) -> torch.Tensor:
         if changed is not None:
