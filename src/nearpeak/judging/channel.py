@@ -173,8 +173,9 @@ class Channel:
     def close(self) -> None:
         """Ends the process and those that it started."""
         if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have ended just now
-                os.killpg(self._process.pid, signal.SIGKILL)
+            for kill in (os.killpg, os.kill):  # a process that was forked just now has no group of its own yet
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it may have ended just now
+                    kill(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if not self._closed:
             self._closed = True
