@@ -302,8 +302,7 @@ class StepDetector:
             self.unfinished_calls += 1
             if self._first is None and not self.has_step_function and not _in_backward() and self._lacks_optimizer():
                 mark.trained_calls[type(module).__name__] += 1
-                mark.module, mark.shape = id(module), _smallest_shape((*args, *kwargs.values()))
-                self._open_call = id(module), user_line()[0]
+                self._open_call = mark.note_call(module, (*args, *kwargs.values()))
             return
         mark.evaluated += 1
         self._last_called = type(module).__name__
@@ -311,8 +310,7 @@ class StepDetector:
         if self._first is None and not self.has_step_function:
             if not self._finder.count:
                 self._called_since = self._guard.program_time()
-            mark.module, mark.shape = id(module), _smallest_shape((*args, *kwargs.values()))
-            self._end_mark((id(module), user_line()[0]))
+            self._end_mark(mark.note_call(module, (*args, *kwargs.values())))
 
     def _lacks_optimizer(self) -> bool:
         """Whether the program has no optimizer; looked for once it has called modules with gradients for a while."""
@@ -417,6 +415,11 @@ class StepUnit:
     """All modules with a top-level call, by id."""
     module: int = 0
     shape: tuple[int, ...] = ()
+
+    def note_call(self, module: nn.Module, values: tuple[Any, ...]) -> Hashable:
+        """Notes the call of a module that is a mark; returns what marks of this call have in common."""
+        self.module, self.shape = id(module), _smallest_shape(values)
+        return self.module, user_line()[0]
 
     def add(self, mark: StepUnit) -> None:
         """Adds what came until the next mark."""

@@ -28,14 +28,22 @@ def step_of(fn, *args, idle_s=5e-3, copy_s=4e-3):
     idle = [cause("host ops", idle_s, where=ops[host[-1]].place, what=ops[host[-1]].packet.removeprefix("aten."))]
     step = stalled(fn, *args, idle=idle, took=lambda op: copy_s if op.packet == "aten.copy_" else 1e-4)
     there = next(op for op in ops if op.packet == "aten.copy_").arguments["self"].storage
-    on_host = {tensor.storage for index in host for tensor in (*ops[index].inputs, *ops[index].outputs)} - {there}
+    return on_host(step, host, storages_of(ops, host) - {there})
+
+
+def storages_of(ops, indices):
+    return {tensor.storage for index in indices for tensor in (*ops[index].inputs, *ops[index].outputs)}
+
+
+def on_host(step, indices, storages):
+    """The step with these ops and storages on the host."""
     changed = tuple(
         dataclasses.replace(op, name=name_with_origin("host", op.packet.removeprefix("aten.")), origin="host")
-        if index in host
+        if index in indices
         else op
         for index, op in enumerate(step.ops)
     )
-    return dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=changed, on_host=frozenset(on_host)))
+    return dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=changed, on_host=frozenset(storages)))
 
 
 def test_conversion_on_the_host_costs_its_time_and_the_larger_copy():
@@ -74,27 +82,18 @@ def sums_up(result, there, sums):
     return sums.mul(2.0)
 
 
-def step_after_copy(*, copy_s=4e-3, idle_s=5e-3, waited_s=2e-3, on_host=("aten.add_", "aten.mul")):
+def step_after_copy(*, copy_s=4e-3, idle_s=5e-3, waited_s=2e-3):
     """A step whose ops after the copy ran on the host."""
     tensors = torch.zeros(ROWS), torch.zeros(ROWS), torch.zeros(ROWS)
     ops = stalled(sums_up, *tensors).ops
     copy = next(op for op in ops if op.packet == "aten.copy_")
-    host = {index for index, op in enumerate(ops) if op.packet in on_host}
+    host = {index for index, op in enumerate(ops) if op.packet in ("aten.add_", "aten.mul")}
     idle = [
         cause("host ops", idle_s, where=ops[max(host)].place, what=ops[max(host)].packet.removeprefix("aten.")),
         cause("synchronization", waited_s, where=copy.place, what="copy"),
     ]
     step = stalled(sums_up, *tensors, idle=idle, took=lambda op: copy_s if op.packet == "aten.copy_" else 1e-4)
-    memory = {copy.arguments["self"].storage} | {
-        tensor.storage for index in host for tensor in (*ops[index].inputs, *ops[index].outputs)
-    }
-    changed = tuple(
-        dataclasses.replace(op, name=name_with_origin("host", op.packet.removeprefix("aten.")), origin="host")
-        if index in host
-        else op
-        for index, op in enumerate(step.ops)
-    )
-    return dataclasses.replace(step, trace=dataclasses.replace(step.trace, ops=changed, on_host=frozenset(memory)))
+    return on_host(step, host, storages_of(ops, host) | {copy.arguments["self"].storage})
 
 
 def test_results_that_the_host_computes_with_cost_its_time_the_copy_and_the_wait():
