@@ -138,8 +138,8 @@ def _renamed(data: Any, name: str, key: str = "") -> Any:
 class Tags(HTMLParser):
     """The elements of a page with the names of their attributes, and what is inside of scripts and styles.
 
-    Three things may depend on names: a text between backticks is code, a term outside of code is explained when it is
-    pointed at, and a cell with a long text may be broken.
+    Four things may depend on names: a text between backticks is code, a term outside of code is explained when it is
+    pointed at, a cell with a long text may be broken, and each line of prose above code is a paragraph.
     """
 
     def __init__(self, text: str) -> None:
@@ -147,6 +147,7 @@ class Tags(HTMLParser):
         self.found: list[Any] = []
         self._spans: list[bool] = []
         """Whether each span that is open is a term that is explained."""
+        self._in_prose = False
         self.feed(text)
         self.close()
 
@@ -155,13 +156,17 @@ class Tags(HTMLParser):
         is_term = tag == "span" and [name for name, _ in attrs] == ["class", "tabindex", "title"]
         if tag == "span":
             self._spans.append(is_term)
-        if (tag, attrs) != ("code", []) and not is_term:
+        if (tag, attrs) == ("p", [("class", "said plain")]):
+            self._in_prose = True
+        elif (tag, attrs) != ("code", []) and not is_term:
             self.found.append((tag, *(name for name, value in attrs if (tag, name, value) != ("td", "class", "long"))))
 
     def handle_endtag(self, tag: str) -> None:
         """An element ends."""
         is_term = tag == "span" and bool(self._spans) and self._spans.pop()
-        if tag != "code" and not is_term:
+        if tag == "p" and self._in_prose:
+            self._in_prose = False
+        elif tag != "code" and not is_term:
             self.found.append(f"/{tag}")
 
     def handle_comment(self, data: str) -> None:
