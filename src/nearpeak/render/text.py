@@ -285,7 +285,9 @@ def _cut(lines: str, most: int) -> str:
     if lines.count("\n") < most:
         return lines
     *first, last = lines.split("\n")[:most]
-    return "\n".join([*first, f"{last[: WIDTH - 4].rstrip(' .,:;')} ..."])
+    if len(last) > WIDTH - 4:
+        last = last[: WIDTH - 4].rpartition(" ")[0] or last[: WIDTH - 4]  # no part of a word
+    return "\n".join([*first, f"{last.rstrip(' .,:;')} ..."])
 
 
 def _code(block: CodeBlock, indent: int) -> str:

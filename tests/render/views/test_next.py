@@ -175,3 +175,25 @@ def test_a_finding_about_the_ops_that_lose_most_is_next_although_much_is_left():
     about = finding("channels-first", 1.4, ops=(0,))
     assert next_finding(made, [about]) is about
     assert next_finding(made, [finding("channels-first", 0.3, ops=(0,))]) is None  # not worth a change
+
+
+def test_ops_all_over_a_model_are_not_said_to_be_at_the_line_of_their_finding():
+    names = ("aten.mm.default", "aten.bmm.default", "aten.addmm.default", "aten.convolution.default")
+    spread = [op(name, measured_s=2.0, expected_s=0.5, source=f"model.py:{name}") for name in names]
+    batch = finding("padded-batch", 6.0, ops=(0, 1, 2, 3))
+    assert "of it are in the 4 ops of padded-batch at train.py:30." in sentences(losing(*spread), [batch])["Why"]
+    there = [dataclasses.replace(each, source="train.py:30") for each in spread]
+    assert "of it are in 4 ops at train.py:30." in sentences(losing(*there), [batch])["Why"]
+
+
+def test_the_largest_loss_is_not_another_part_than_itself():
+    falls = build_waterfall(wall_s=10.0, ideal_s=1.0, fused_s=1.0, as_written_s=4.5, modeled_s=9.5, kernel_s=9.5)
+    small = op(
+        name="aten.mul.Tensor", family="pointwise", measured_s=4.0, bound_s=2.6, fused_s=1.3, source="train.py:30"
+    )
+    made = dataclasses.replace(losing(small, op(measured_s=5.5)), waterfall=falls)
+    answer = finding("unfused-pointwise", 3.9, ops=(0,))
+    said = sentences(made, [answer])
+    assert "Most is lost to slow kernels" in said["Why"]
+    assert said["Next"].startswith("It is unfused-pointwise.")
+    assert "another part" not in said["Why"]

@@ -104,7 +104,7 @@ def test_savings_are_those_of_each_change_and_once_of_all_at_once():
     )
     made = dataclasses.replace(small_profile(), modeled_share=1.0, findings=findings)
     shown = text(screen(made))
-    assert "What would save most (all 2 at once: 70.0 %):" in shown
+    assert "What would save most (both at once: 70.0 %):" in shown
     assert "50.0 %: padded-batch" in shown and "40.0 %: unused-gradients" in shown
     explained = " ".join(text(screen(made, ReportOptions(sections=frozenset({"findings"}), findings=findings))).split())
     assert "All 2 together save 7.00 s, 70.0 % of the step." in explained
@@ -150,3 +150,24 @@ def test_savings_below_three_percent_are_listed_only_when_they_are_asked_for():
 
     assert listed(finding(share=0.02), finding("repeated-cast", share=0.015)) == []
     assert listed(finding(share=0.2), finding("repeated-cast", share=0.015)) == ["unfused-norm"]
+
+
+@pytest.mark.parametrize(
+    ("remedy", "shown"),
+    [
+        ("switch(False)  # takes any length; or\npad(to=64)", "    switch(False)  # takes any length\n"),
+        ("y = f(items)  # once,\n# and split", "    y = f(items)  # once,\n"),
+        ("a = b;\nc = d", "    a = b\n"),
+    ],
+)
+def test_a_remedy_of_several_lines_ends_where_its_first_does(remedy, shown):
+    own = dataclasses.replace(finding("a-rule", "train.py:9", 0.5), remedy=remedy)
+    made = dataclasses.replace(small_profile(), modeled_share=1.0, findings=(own,))
+    assert shown in text(screen(made))
+
+
+def test_a_long_remedy_is_cut_between_words():
+    words = " ".join(f"word{number:03}" for number in range(60))
+    own = dataclasses.replace(finding("a-rule", "train.py:9", 0.5), remedy=words)
+    made = dataclasses.replace(small_profile(), modeled_share=1.0, findings=(own,))
+    assert re.search(r" word\d{3} \.\.\.\n", text(screen(made)))

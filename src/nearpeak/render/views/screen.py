@@ -6,6 +6,7 @@ do next, and which command shows the rest. Options that ask for more of one sect
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from nearpeak.profiles.finding import Finding, saved_together
@@ -34,6 +35,8 @@ SMALLEST_PART = 0.0005
 """Of the wall time. Smaller parts get no bar."""
 _LINES: Mapping[str, int] = {"Step": 2, "Verdict": 4, "Why": 5, "Next": 5}
 """How many lines each sentence has at most; with bars, findings and the last two lines they make `MOST_LINES`."""
+_DANGLING = re.compile(r"(;|[;,]? or)$")
+"""The end of a line of a remedy that leads to the next line, which a screen leaves out."""
 _MEANINGS: Mapping[PartName, str] = {
     "ideal": "cannot be avoided",
     "traffic": "memory traffic it needs",
@@ -117,7 +120,8 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
     title = "What would save most:" if trusted else "Findings:"
     if trusted and len(findings) > 1:
         saved_s = saved_together(findings)
-        title = f"What would save most (all {len(findings)} at once: {percent(saved_s / profile.wall_s)}):"
+        all_ = "both" if len(findings) == 2 else f"all {len(findings)}"
+        title = f"What would save most ({all_} at once: {percent(saved_s / profile.wall_s)}):"
     return Items(title=title, items=tuple(items), most_lines=remedy_lines)
 
 
@@ -133,7 +137,7 @@ def _remedy(group: Sequence[Finding]) -> str:
     """The first line of the remedy that is neither a comment nor an import; with the next one, if it leads to that."""
     lines = [line.strip() for line in group[0].remedy.split("\n") if line.strip()]
     code = [line for line in lines if not line.startswith(("#", "import ", "from "))] or lines or [""]
-    remedy = " ".join(code[:2]) if code[0].endswith(":") else code[0]
+    remedy = _DANGLING.sub("", " ".join(code[:2]) if code[0].endswith(":") else code[0])
     names = ", ".join(dict.fromkeys(plain(finding.rule, 40) for finding in group))
     return f"{remedy.partition('  #')[0]}  # {names}" if len(group) > 1 else remedy
 

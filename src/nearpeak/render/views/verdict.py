@@ -53,10 +53,11 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         next_ = _finding_sentence(group, with_saving=grade.is_trusted)
         ops = [profile.ops[index] for index in answer.ops]
         if loss.name == "slow kernels" and (lost_s := sum(op.lost_s for op in ops)) > _largest_group_loss(profile):
-            why = f"{seconds(lost_s)} of it are in {count(len(ops), 'op')}{_at(answer)}."
+            why = f"{seconds(lost_s)} of it are in {_those_ops(answer, ops)}."
         if grade.is_trusted and not _answers(profile, answer, loss):
             part = max(PART_MEANINGS, key=lambda name: _saved_of(profile, answer, name))
-            why = f"{why} Most can be saved of another part, {part}: {seconds(answer.saving_s)}.".strip()
+            if part != loss.name:
+                why = f"{why} Most can be saved of another part, {part}: {seconds(answer.saving_s)}.".strip()
     else:
         next_ = advice
         if findings and grade.is_trusted:
@@ -155,6 +156,13 @@ def _finding_sentence(group: Sequence[Finding], *, with_saving: bool) -> str:
     more = f" and {count(len(group) - 1, 'more finding')}" if len(group) > 1 else ""
     changing = f"Changing that{more}{_at(first)}{saves}" if saves else f"See{_at(first)}"
     return f"{plain(first.title)} {changing}: {group_name(group)} below."
+
+
+def _those_ops(finding: Finding, ops: Sequence[ProfiledOp]) -> str:
+    """The ops of a finding, at its line if most of them are of this line: those of a batch are all over the model."""
+    if 2 * sum(op.source == finding.source for op in ops) >= len(ops):
+        return f"{count(len(ops), 'op')}{_at(finding)}"
+    return f"the {count(len(ops), 'op')} of {plain(finding.rule, 40)}{_at(finding)}"
 
 
 def _at(finding: Finding) -> str:
