@@ -133,24 +133,34 @@ def _host_seconds(ops: Sequence[Op], seconds: Sequence[float | None], machine: M
     """What the host takes to call each op eagerly, Python and autograd included.
 
     The constants are those of the reference machine's host; where the machine's own was measured, they are scaled by
-    what it takes to enqueue one op.
+    what it takes to enqueue one op. A backward pass and a step of an optimizer each have a start of their own, which
+    their first op carries.
     """
-    constants = kernel_constants().constants["host"]
+    constants = kernel_constants().constants
     enqueue = machine.achievable.launch.enqueue if machine.achievable is not None else None
-    scale = enqueue / constants["enqueue"] if enqueue else 1.0
+    scale = enqueue / constants["host"]["enqueue"] if enqueue else 1.0
     times = []
+    before = "forward"
     for op, value in zip(ops, seconds, strict=True):
-        if op.phase == "optimizer":
-            kind = "optimizer"
-        elif op.phase == "backward":
-            kind = "backward" if value else "nothing"
-        elif value:
-            kind = "convolution" if "conv" in op.packet else "call"
-        else:
-            kind = "view"
-        further = kernel_count(op, kernel_constants().constants) - 1
-        times.append(scale * (constants[kind] + further * constants["launch"]))
+        start = _PASS_START.get(op.phase) if op.phase != before else None
+        called = _call_seconds(op, bool(value), constants["host"]) + (constants["host"][start] if start else 0.0)
+        times.append(scale * (called + (kernel_count(op, constants) - 1) * constants["host"]["launch"]))
+        before = op.phase
     return tuple(times)
+
+
+_PASS_START = {"backward": "backward_pass", "optimizer": "optimizer_step"}
+"""The constant that is the host time to start a pass, by phase."""
+
+
+def _call_seconds(op: Op, launches: bool, host: Mapping[str, float]) -> float:
+    """The host time to call one op, which launches a kernel or makes a view alone."""
+    if op.packet == "aten.detach":
+        return 0.0  # autograd saves a result without its history: no call of an operator
+    if op.phase == "optimizer":
+        return host["optimizer"] + host["optimizer_tensor"] * len(op.inputs)
+    kind = "view" if not launches else "convolution" if "conv" in op.packet else "call"
+    return host[f"backward_{kind}" if op.phase == "backward" else kind]
 
 
 class OpExpectations:

@@ -1022,12 +1022,12 @@ def _product(
     own, the time of so many more steps to fill the pipeline and to store its results, and no step along the contraction
     is shorter than the latency of its loads. A contraction in parts adds the pass that sums them up.
     """
-    gpu, of_matrices = kernel.gpu, kernel.cost.family == "matrix"
+    gpu = kernel.gpu
     rate = gpu.matrix.get(dtype, gpu.vector) / gpu.processors * kernel[f"{kind}.rate"]
     unaligned = 1.0
     if alignment < 16:
         rate *= kernel[f"matrix.aligned_{alignment}"]
-        unaligned = kernel["matrix.unaligned_step"] if alignment < 8 and of_matrices else 1.0
+        unaligned = kernel["matrix.unaligned_step"] if alignment < 8 else 1.0
     half, depth = kernel[f"{kind}.half_tile"], int(kernel[f"{kind}.depth"])
     start, latency, fill = kernel[f"{kind}.tile_start"], kernel[f"{kind}.step"], kernel[f"{kind}.fill"]
     best = math.inf
@@ -1128,8 +1128,10 @@ def _convolution(kernel: Kernel) -> float:
     engine = _engine(kernel, dtype)
     last = dims > 0 and data.strides[1] == 1 and data.shape[1] > 1
     mask = op.arguments.get("output_mask", (True, True, True)) if backward else (False, False, False)
+    strided = any(stride > 1 for stride in _numbers(op.arguments.get("stride", 1)))
     if groups > 1 and weight.shape[1] == 1:
-        return _depthwise(kernel, few.elements, taps, last=last, mask=mask)
+        return _depthwise(kernel, few.elements, taps, last=last, strided=strided, mask=mask)
+    matrix = taps == 1 and not strided
     pad = 4 if engine == "wide" else 8
     channels = inner // groups
     padded = math.ceil(channels / pad) * pad if engine != "vector" else channels
@@ -1138,55 +1140,92 @@ def _convolution(kernel: Kernel) -> float:
     wide = many.elements // max(1, inner)
     spread = (wide, channels, math.ceil(met / groups / (wide * channels)))
     gather = (results, outer // groups, padded * taps)
+    packed = groups > 1 and _packs(channels, outer // groups)
+    if packed:  # tiles along the diagonal of a product of all groups, where most factors are zero
+        spread = (wide, inner, math.ceil(met / wide / inner * _PACKED_CHANNELS / channels))
+        gather = (results, outer, _PACKED_CHANNELS * taps)
     shapes = []
     if not backward:
         shapes = [spread if transposed else gather]
     if backward and mask[0]:
         shapes.append(gather if transposed else spread)
+    weights = (outer // groups, padded * taps, results)
     if backward and mask[1]:
-        shapes.append((outer // groups, padded * taps, results))
+        shapes.append(weights)
     kind = f"convolution_{engine}"
-    fixed = kernel[f"{kind}.fixed" if taps > 1 or backward else f"matrix_{engine}.fixed"]
+    fixed = kernel[f"{kind}.fixed" if not matrix or backward else f"matrix_{engine}.fixed"]
     patches = not backward and channels < pad and min(weight.shape[2:], default=1) >= 14
     aligned = 16
-    if not last and taps == 1 and engine != "vector":  # channels first as they are: rows are as long as an image
+    if not last and matrix and engine != "vector":  # channels first as they are: rows are as long as an image
         while math.prod(data.shape[2:]) * data.item_bytes % aligned:
             aligned //= 2
     aligned = max(2, aligned)
     # Each product of a backward reads two of the three tensors and writes the third.
     moved = kernel.memory() if not backward else (data.bytes + out.bytes + weight.bytes) / kernel.gpu.bandwidth
     memory = moved * kernel["convolution.bytes"]
-    if groups > 1:
-        memory += kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
+    many_taps = _MASKED_TAPS < taps and max(weight.shape[2:]) < 14 and engine != "vector"
     seconds = 0.0
-    for m, n, k in shapes:
-        product = _product(kernel, 1, m, n, k, dtype, kind=kind, alignment=aligned, splits=backward or taps == 1)
+    for shape in shapes:
+        m, n, k = shape
+        product = _product(kernel, 1, m, n, k, dtype, kind=kind, alignment=aligned, splits=backward or matrix)
         if patches:  # a kernel that looks up each of the many taps, with tiles of 128
             waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) / kernel.gpu.processors)
             product = waves * math.ceil(k / 64) * kernel["convolution.patch_step"]
-        if channels < pad and not backward and not patches:
+        if channels < pad and not backward and not patches and not packed:
             product *= kernel["convolution.thin"]
-        if dims == 2 and 5 <= max(weight.shape[2:]) < 14 and engine != "vector":  # kernels that look up each tap
-            product *= kernel["convolution.large_backward" if backward else "convolution.large"]
-        one = fixed + product if groups == 1 else groups * (kernel["convolution.group"] + product)
-        seconds += max(one, memory)
+        if many_taps and shape is weights:
+            product = max(product, kernel.cycles(2.0 * m * n * k / kernel["convolution.weights_of_many_taps"]))
+        elif many_taps:
+            product *= kernel["convolution.many_taps"]
+        if groups == 1 or (packed and shape is not weights):
+            seconds += max(fixed + product, memory)
+        else:
+            between = kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
+            seconds += max(groups * (kernel["convolution.group"] + product), memory) + between
     turned = 0.0
-    if not last and taps > 1 and (backward or engine == "narrow" or channels >= pad):
-        around = data.bytes + out.bytes + kernel["convolution.turned_weights"] * weight.bytes
-        turned = kernel["convolution.turned_fixed"] + kernel["convolution.turned"] * 2 * around / kernel.gpu.bandwidth
-        turned *= kernel["convolution.turned_backward"] if backward else 1.0
+    if not last and not matrix and (backward or engine == "narrow" or channels >= pad):
+        passes = sum(map(bool, mask[:2])) if backward else 1
+        turned = passes * sum(_turned(kernel, tensor) for tensor in (data, weight, out))
     return seconds + turned
 
 
-def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, mask: Sequence[Any]) -> float:
+_PACKED_CHANNELS = 64
+"""Channels along the contraction of a tile that holds several groups."""
+_MASKED_TAPS = 32
+"""Kernels of implicit products have a bit for each tap that is within the image; for more taps there are older ones."""
+
+
+def _packs(inner: int, outer: int) -> bool:
+    """Whether one kernel computes all groups of so many channels each: narrow ones whose widths divide a tile."""
+    narrow = all(width <= 32 and width & (width - 1) == 0 for width in (inner, outer))
+    return narrow and max(inner, outer) <= 4 * min(inner, outer)
+
+
+def _numbers(value: Any) -> Sequence[int]:
+    """An argument of convolutions that is one number or one for each dimension."""
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _turned(kernel: Kernel, tensor: Tensor) -> float:
+    """A tensor whose channels become its last dimension, or stop being it: by tiles of 32 channels and 32 places."""
+    outer, channels, places = tensor.shape[0], tensor.shape[1], math.prod(tensor.shape[2:])
+    slots = outer * math.ceil(channels / 32) * math.ceil(places / 32) * 1024
+    memory = 2 * tensor.bytes / (kernel["gpu.bandwidth_share"] * kernel.gpu.bandwidth)
+    return kernel["convolution.turned_fixed"] + _both(
+        memory, kernel.cycles(slots * kernel["convolution.turned_slot"]), sharpness=2
+    )
+
+
+def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, strided: bool, mask: Sequence[Any]) -> float:
     """No product: each result reads its taps.
 
-    cuDNN has kernels for channels last and for float16. torch's own compute the gradient of the weights by a block for
+    cuDNN has kernels for channels last and for float16; in 16 bits, neighbors of stride 1 share loads. torch's own compute the gradient of the weights by a block for
     each weight, which reads all results and their inputs.
     """
     kind = "depthwise_last" if last else "depthwise"
     own = not last and kernel.op.inputs[0].dtype != "float16"
-    pairs = kernel["depthwise_last.half"] if last and kernel.op.inputs[0].item_bytes < 4 else 1.0
+    shares = last and not strided and kernel.op.inputs[0].item_bytes < 4
+    pairs = kernel["depthwise_last.half"] if shares else 1.0
     cycles = kernel[f"{kind}.result"] + kernel[f"{kind}.tap"] * taps * pairs
     passes = [cycles]
     if any(mask):
