@@ -132,7 +132,9 @@ def rows_of(files: Sequence[Path], machine: Machine) -> Iterator[Row]:
 def expected(row: Row, gpu: Gpu, constants: dict[str, dict[str, float]]) -> float:
     seconds = [kernel_seconds(op, cost, missed, gpu, constants) for op, cost, missed in row.ops]
     kernels = sum(value > SHORTEST_KERNEL for value in seconds)
-    return sum(seconds) + constants["gpu"]["gap"] * max(0, kernels - 1)
+    common = constants["gpu"]
+    start = common["backward"] if any(op.phase == "backward" for op, _, _ in row.ops) else 0.0
+    return sum(seconds) + start + common["gap"] * max(0, kernels - 1)
 
 
 def error(rows: Sequence[Row], gpu: Gpu, constants: dict[str, dict[str, float]]) -> float:

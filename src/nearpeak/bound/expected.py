@@ -54,7 +54,7 @@ class Expectation:
     seconds: tuple[float | None, ...]
     measured_on: str
     start: float = 0.0
-    """The cold start of a step: on a CPU the first op finds its code in no cache."""
+    """Of a step: on a CPU the first op finds its code in no cache, on a GPU a backward pass waits for its streams."""
     gap: float = 0.0
     """Between the end of one op's kernels and the start of the next one's, on a GPU."""
     host: tuple[float, ...] = ()
@@ -118,11 +118,15 @@ def expected_times(
             value = memo[key] = None if value is None else max(value, shortest)
         seconds.append(value)
     host = _host_seconds(trace.ops, seconds, machine) if machine.kind == "gpu" else ()
-    gap = kernel_constants().constants["gpu"]["gap"] if machine.kind == "gpu" else 0.0
+    gap, start = 0.0, launch.cold_start or 0.0
+    if machine.kind == "gpu":
+        common = kernel_constants().constants["gpu"]
+        gap = common["gap"]
+        start = common["backward"] if any(op.phase == "backward" for op in trace.ops) else 0.0
     return Expectation(
         seconds=tuple(seconds),
         measured_on=expectations.measured_on,
-        start=launch.cold_start or 0.0,
+        start=start,
         gap=gap,
         host=host,
         call=HOST_CALL,

@@ -735,7 +735,10 @@ def _scattered(kernel: Kernel) -> float:
         count = op.outputs[0].elements
     table = max((tensor.bytes for tensor in sources), default=0.0)
     cycles = kernel.get(f"scattered.{name}", kernel["scattered.element"])
-    seconds = kernel.get(f"scattered.{name}_fixed", kernel["scattered.fixed"]) + kernel.cycles(count * cycles)
+    fixed = kernel.get(f"scattered.{name}_fixed", kernel["scattered.fixed"])
+    if name == "scatter" and "src" not in op.arguments:  # one value, which no element fetches
+        fixed = kernel["scattered.value_fixed"]
+    seconds = fixed + kernel.cycles(count * cycles)
     if name in ("gather", "scatter", "scatter_add", "take", "put") and table > kernel["scattered.cached"]:
         seconds += count * kernel["scattered.far"] / kernel.gpu.bandwidth  # each access fetches a line from memory
     whole = [tensor for tensor in op.outputs if not op.mutated and name not in ("gather", "take")]
@@ -872,9 +875,13 @@ def _pooling(kernel: Kernel) -> float:
         return kernel["pooling.fixed"] + fill + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
     if "adaptive" in name:
         many = source if not backward else out
-        return kernel["pooling.fixed"] + _both(
-            kernel.memory(), kernel.cycles(many.elements * kernel["pooling.adaptive"])
-        )
+        cycles = kernel["pooling.adaptive"]
+        if backward and many.item_bytes < 4:  # additions by atomics, which compare and swap in 16 bits
+            cycles = kernel["pooling.adaptive_atomic"]
+        # Channels last, a thread for each channel goes through all places of an image.
+        last = not backward and source.shape[1] > 1 and source.strides[1] == 1
+        walk = math.prod(source.shape[2:]) * kernel["pooling.adaptive_place"] if last else 0.0
+        return kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(many.elements * cycles), walk)
     window = op.arguments.get("kernel_size", 2)
     window = window if isinstance(window, (tuple, list)) else (window,)
     taps = math.prod(window) if len(window) > 1 else window[0] ** dimensions
@@ -974,7 +981,11 @@ def _fourier(kernel: Kernel) -> float:
     if _largest_prime(size) > 7:  # by convolution, with transforms of another length
         turned *= kernel["fourier.odd"]
         passes += kernel["fourier.odd_fixed"] / max(1e-9, kernel.memory() * kernel["fourier.bytes"] * turned)
-    return kernel["fourier.fixed"] * len(dims) + passes * turned * kernel.memory() * kernel["fourier.bytes"]
+    transforms = op.inputs[0].elements / max(1, length)  # of a block each, with some points for each thread
+    block = min(size, 16384) * kernel["fourier.point"]
+    waves = max(1.0, transforms / (kernel.gpu.processors * max(1, 16384 // size)))
+    work = max(waves * block, turned * kernel.memory() * kernel["fourier.bytes"])
+    return kernel["fourier.fixed"] * len(dims) + passes * work
 
 
 @model("optimizer")
@@ -990,11 +1001,10 @@ def _lists(kernel: Kernel) -> float:
     longest = min(65536, _elements(*tensors))
     block = longest * kernel[f"{name}.block_element"]
     count = sum(tensor.elements for tensor in tensors) / lists
-    return (
-        launches * kernel[f"{name}.fixed"]
-        + block
-        + _both(kernel.memory() * kernel[f"{name}.bytes"], kernel.cycles(count * kernel[f"{name}.element"]))
-    )
+    # Vectors of four elements where all tensors have whole ones.
+    one_by_one = kernel["foreach.one_by_one"] if any(tensor.elements % 4 for tensor in tensors) else 1.0
+    work = kernel.cycles(count * kernel[f"{name}.element"] * one_by_one)
+    return launches * kernel[f"{name}.fixed"] + block + _both(kernel.memory() * kernel[f"{name}.bytes"], work)
 
 
 _TILES = (
@@ -1177,6 +1187,8 @@ def _convolution(kernel: Kernel) -> float:
             product = max(product, kernel.cycles(2.0 * m * n * k / kernel["convolution.weights_of_many_taps"]))
         elif many_taps:
             product *= kernel["convolution.many_taps"]
+        elif shape is weights and engine == "wide":  # its instructions take no operand across the order of memory
+            product *= kernel["convolution.wide_weights"]
         if groups == 1 or (packed and shape is not weights):
             seconds += max(fixed + product, memory)
         else:
@@ -1279,7 +1291,7 @@ def _attention(kernel: Kernel) -> float:
     width = math.ceil(width / 64) * 64
     rate = kernel[f"{kind}.flops_per_cycle"]
     if width > 128:
-        rate *= kernel[f"{kind}.wide"]
+        rate *= kernel["cudnn.wide_masked" if kind == _CUDNN and masked else f"{kind}.wide"]
     if backend == _CUDNN:  # in terms of the engine's own rate
         rate *= gpu.matrix.get("bfloat16", gpu.matrix.get("float16", 8.0 * gpu.vector)) / gpu.cycles / 3370.0
     products = 5 if backward else 2
