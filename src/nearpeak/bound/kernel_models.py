@@ -978,14 +978,14 @@ def _fourier(kernel: Kernel) -> float:
     passes = len(dims) * (1.0 if length <= 8192 else kernel["fourier.long"])
     turned = kernel["fourier.inverse"] if "c2r" in op.packet else 1.0
     size = int(op.arguments.get("last_dim_size") or length)
+    fixed = kernel["fourier.fixed"] * len(dims)
     if _largest_prime(size) > 7:  # by convolution, with transforms of another length
         turned *= kernel["fourier.odd"]
-        passes += kernel["fourier.odd_fixed"] / max(1e-9, kernel.memory() * kernel["fourier.bytes"] * turned)
-    transforms = op.inputs[0].elements / max(1, length)  # of a block each, with some points for each thread
-    block = min(size, 16384) * kernel["fourier.point"]
-    waves = max(1.0, transforms / (kernel.gpu.processors * max(1, 16384 // size)))
-    work = max(waves * block, turned * kernel.memory() * kernel["fourier.bytes"])
-    return kernel["fourier.fixed"] * len(dims) + passes * work
+        fixed += kernel["fourier.odd_fixed"]
+    # A transform is one block's, with some points for each thread; of real numbers two make one complex point.
+    points = min(16384, size if "c2c" in op.packet else size // 2)
+    block = len(dims) * points * kernel["fourier.point"]
+    return fixed + max(block, passes * turned * kernel.memory() * kernel["fourier.bytes"])
 
 
 @model("optimizer")
