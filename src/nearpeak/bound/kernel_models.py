@@ -694,13 +694,13 @@ def _loss(kernel: Kernel) -> float:
     source = op.inputs[0]
     if "backward" in op.packet:
         source = max(op.inputs, key=lambda tensor: tensor.elements)
-        return kernel["fill.fixed"] + source.bytes / kernel.gpu.bandwidth + _pass(kernel, "permuted")
+        return kernel["fill.fixed"] + source.bytes / kernel.gpu.bandwidth + kernel["gpu.gap"] + _pass(kernel, "permuted")
     if op.packet == "aten.binary_cross_entropy_with_logits":
         moved = kernel["loss.logit_passes"] * source.bytes
         return kernel["loss.logit_fixed"] + kernel.memory(reads=moved, writes=0.0)
     if op.arguments.get("reduction", 1) == 0:
         return _pass(kernel, "vector")
-    first = kernel["vector.fixed"] + kernel.memory(reads=2 * source.bytes, writes=source.bytes)
+    first = kernel["vector.fixed"] + kernel.memory(reads=2 * source.bytes, writes=source.bytes) + kernel["gpu.gap"]
     return first + _reduce(kernel, _lines(source, None), kernel["reduction.element"]) - kernel.memory(writes=0.0) / 2
 
 
