@@ -940,7 +940,9 @@ def _recurrent(kernel: Kernel) -> float:
     else:
         stored = network.matrix * source.item_bytes
         fits = stored * network.chains < kernel["recurrent.cached"]
-        step = kernel["recurrent.stepped_step"] + stored / (gpu.cache_bandwidth if fits else gpu.bandwidth)
+        # Chains run beside each other, so that one fills the gaps between the kernels of the others.
+        step = kernel["recurrent.stepped_step"] + kernel["recurrent.step_alone"] / network.chains
+        step += stored / (gpu.cache_bandwidth if fits else gpu.bandwidth)
     layer = kernel["recurrent.layer"]
     if "backward" in op.packet:
         step *= kernel["recurrent.backward"]
