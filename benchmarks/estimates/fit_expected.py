@@ -40,7 +40,7 @@ from nearpeak.trace.trace import trace
 FILE = Path(nearpeak.__file__).parent / "bound" / "kernel_constants.json"
 RESULTS = Path(__file__).parents[1] / "results"
 WORST, STEP, STEP_WIDTH, STEP_HEIGHT = 1.2, 0.2, 0.05, 0.3
-STIFFNESS = 0.12
+STIFFNESS = 0.5
 ROUNDS = 12
 NOT_FITTED = {"depth", "clock", "enqueue", "on_chip", "cached", "nothing"}
 GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {

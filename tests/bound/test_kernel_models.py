@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import nearpeak
+from benchmarks.estimates.expected_families import with_host_of
 from nearpeak.bound.expected import Expectation
 from nearpeak.bound.kernel_models import Gpu, kernel_constants, list_seconds
 from nearpeak.machines import catalogue
@@ -187,3 +188,119 @@ def test_kernels_over_lists_take_instructions_beside_their_bytes(kind, moved, it
     gpu = Gpu.of(machine, constants)
     seconds = list_seconds(moved / gpu.bandwidth, moved / item, launches, kind, gpu, constants)
     assert seconds == pytest.approx(measured, rel=0.15)
+
+
+def test_narrow_groups_of_a_convolution_are_one_kernel_and_others_are_one_each():
+    def grouped(groups, channels):
+        def build():
+            weight = randn(channels, channels // groups, 3, 3)
+            data = randn(4, channels, 14, 14).to(memory_format=torch.channels_last)
+            return lambda x, w: functional.conv2d(x, w, padding=1, groups=groups), data, weight
+
+        return expected(build)
+
+    assert grouped(32, 128) < 15e-6
+    assert grouped(4, 192) > 4 * 4e-6  # 48 channels in each group, which do not divide a tile
+
+
+def test_layouts_are_converted_where_the_channels_come_first():
+    def strided(order, size):
+        def build():
+            data, weight = (x.to(memory_format=order) for x in (randn(16, 256, size, size), randn(256, 256, 1, 1)))
+            return lambda x, w: functional.conv2d(x, w, stride=2), data, weight
+
+        return expected(build)
+
+    first, last = (strided(order, 64) for order in (torch.contiguous_format, torch.channels_last))
+    around = 2 * 2 * (16 * 256 * 64 * 64 + 16 * 256 * 32 * 32) / catalogue.find("h200-sxm").achievable.bandwidth
+    assert first - last > around
+
+
+def test_a_gradient_of_weights_with_many_taps_is_slow():
+    def weights_gradient(taps):
+        def build():
+            data, weight = randn(16, 64, 112, 112), randn(64, 64, taps, taps)
+
+            def call(x, w, gradient):
+                mask = [False, True, False]
+                options = ([1, 1], [taps // 2] * 2, [1, 1], False, [0, 0], 1, mask)
+                return torch.ops.aten.convolution_backward(gradient, x, w, None, *options)
+
+            return call, data, weight, randn(16, 64, 112, 112)
+
+        return expected(build)
+
+    assert weights_gradient(7) > 2.5 * weights_gradient(5)
+
+
+def test_lists_of_whole_vectors_are_faster():
+    def add(elements):
+        return expected(lambda: (lambda a, b: torch._foreach_add_(a, b), [randn(elements)] * 16, [randn(elements)] * 16))
+
+    assert add(2**21 + 1) > 1.3 * add(2**21)
+
+
+def test_channels_last_are_averaged_place_after_place():
+    def average(order, channels):
+        data = lambda: randn(4, channels, 112, 112).to(memory_format=order)  # noqa: E731
+        return expected(lambda: (lambda x: functional.adaptive_avg_pool2d(x, 7), data()))
+
+    assert average(torch.channels_last, 16) > 10 * average(torch.contiguous_format, 16)
+    assert average(torch.channels_last, 32) == pytest.approx(average(torch.channels_last, 16), rel=0.1)
+
+
+def test_layers_of_a_recurrent_network_run_beside_each_other():
+    def network(layers):
+        return expected(lambda: (torch.nn.LSTM(512, 512, layers).to("cuda", BF16), randn(256, 8, 512)))
+
+    assert 1.2 * network(1) < network(4) < 3.5 * network(1)
+
+
+def chain(count, *, backward):
+    def build():
+        x = randn(64, dtype=FP32).requires_grad_(backward)
+
+        def call(x):
+            for _ in range(count):
+                x = torch.nn.functional.softplus(x)
+            if backward:
+                x.backward(torch.ones_like(x))
+            return x
+
+        return call, x
+
+    return build
+
+
+def test_a_backward_pass_has_a_start_and_then_costs_what_its_nodes_do():
+    host = kernel_constants().constants["host"]
+    few, many = (estimate(chain(count, backward=True)).expected_s for count in (50, 150))
+    forward = estimate(chain(100, backward=False)).expected_s
+    assert many - few - forward == pytest.approx(100 * host["backward_call"], rel=0.05)
+    assert few > forward / 2 + 50 * host["backward_call"] + 0.9 * host["backward_pass"]
+
+
+def test_a_result_that_autograd_saves_costs_the_host_nothing():
+    """A saved result is traced as a detached alias, which no operator makes in eager mode."""
+    calls = {}
+    for function in (torch.tanh, torch.sin):  # one saves its result, one its operand
+
+        def build(function=function):
+            def call(x):
+                for _ in range(100):
+                    x = function(x)
+                return x
+
+            return call, randn(64, dtype=FP32).requires_grad_()
+
+        calls[function] = estimate(build).expected_s
+    assert calls[torch.tanh] == pytest.approx(calls[torch.sin], rel=0.02)
+
+
+def test_the_host_of_a_calibrated_machine_sets_the_pace_of_small_ops():
+    machine = catalogue.find("h200-sxm")
+    reference = kernel_constants().constants["host"]["enqueue"]
+    slow = with_host_of([{"host_enqueue": 2 * reference}], machine)
+    assert with_host_of([{"seconds": 1.0}], machine) == machine
+    usual, slower = (estimate(chain(100, backward=True), on).expected_s for on in (machine, slow))
+    assert slower == pytest.approx(2 * usual, rel=0.02)
