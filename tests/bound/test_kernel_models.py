@@ -235,7 +235,9 @@ def test_a_gradient_of_weights_with_many_taps_is_slow():
 
 def test_lists_of_whole_vectors_are_faster():
     def add(elements):
-        return expected(lambda: (lambda a, b: torch._foreach_add_(a, b), [randn(elements)] * 16, [randn(elements)] * 16))
+        return expected(
+            lambda: (lambda a, b: torch._foreach_add_(a, b), [randn(elements)] * 16, [randn(elements)] * 16)
+        )
 
     assert add(2**21 + 1) > 1.3 * add(2**21)
 

@@ -694,7 +694,9 @@ def _loss(kernel: Kernel) -> float:
     source = op.inputs[0]
     if "backward" in op.packet:
         source = max(op.inputs, key=lambda tensor: tensor.elements)
-        return kernel["fill.fixed"] + source.bytes / kernel.gpu.bandwidth + kernel["gpu.gap"] + _pass(kernel, "permuted")
+        return (
+            kernel["fill.fixed"] + source.bytes / kernel.gpu.bandwidth + kernel["gpu.gap"] + _pass(kernel, "permuted")
+        )
     if op.packet == "aten.binary_cross_entropy_with_logits":
         moved = kernel["loss.logit_passes"] * source.bytes
         return kernel["loss.logit_fixed"] + kernel.memory(reads=moved, writes=0.0)
@@ -1175,7 +1177,7 @@ def _convolution(kernel: Kernel) -> float:
     # Each product of a backward reads two of the three tensors and writes the third.
     moved = kernel.memory() if not backward else (data.bytes + out.bytes + weight.bytes) / kernel.gpu.bandwidth
     memory = moved * kernel["convolution.bytes"]
-    many_taps = _MASKED_TAPS < taps and max(weight.shape[2:]) < 14 and engine != "vector"
+    many_taps = taps > _MASKED_TAPS and max(weight.shape[2:]) < 14 and engine != "vector"
     seconds = 0.0
     for shape in shapes:
         m, n, k = shape
@@ -1233,8 +1235,8 @@ def _turned(kernel: Kernel, tensor: Tensor) -> float:
 def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, strided: bool, mask: Sequence[Any]) -> float:
     """No product: each result reads its taps.
 
-    cuDNN has kernels for channels last and for float16; in 16 bits, neighbors of stride 1 share loads. torch's own compute the gradient of the weights by a block for
-    each weight, which reads all results and their inputs.
+    cuDNN has kernels for channels last and for float16; in 16 bits, neighbors of stride 1 share loads. torch's own
+    compute the gradient of the weights by a block for each weight, which reads all results and their inputs.
     """
     kind = "depthwise_last" if last else "depthwise"
     own = not last and kernel.op.inputs[0].dtype != "float16"
