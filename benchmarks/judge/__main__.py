@@ -33,6 +33,7 @@ class Entry:
     charges: tuple[str, ...] = ()
     """One of which it must get; none for an honest one."""
     needs_gpu: bool = False
+    needs_python: tuple[int, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     inputs: str | None = None
 
@@ -59,6 +60,7 @@ def exploits() -> list[Entry]:
                 reference=f"{ROOT / 'references' / reference}.py:{reference}",
                 charges=constants["CHARGES"],
                 needs_gpu=constants.get("NEEDS_GPU", False),
+                needs_python=constants.get("NEEDS_PYTHON", ()),
             )
         )
     return entries
@@ -87,25 +89,35 @@ def honest() -> list[Entry]:
     """Candidates of `honest`, at all sizes and dtypes of their references."""
     entries = []
     for path in sorted((ROOT / "honest").glob("*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-                reference, _, _ = node.name.partition("__")
-                file = ROOT / "references" / f"{reference}.py"
-                constants = constants_of(file)
-                for sizes in constants["SIZES"]:
-                    for draw in constants["INPUTS"]:
-                        entries.append(
-                            Entry(
-                                name=f"{path.stem}.{node.name} {draw} {sizes}",
-                                candidate=f"{path}:{node.name}",
-                                reference=f"{file}:{reference}",
-                                needs_gpu=path.stem == "nearpeak_kernels",
-                                sizes=tuple(sizes.items()),
-                                inputs=f"{file}:{draw}",
-                            )
+        for name in _candidates_in(path):
+            reference, _, _ = name.partition("__")
+            file = ROOT / "references" / f"{reference}.py"
+            constants = constants_of(file)
+            for sizes in constants["SIZES"]:
+                for draw in constants["INPUTS"]:
+                    entries.append(
+                        Entry(
+                            name=f"{path.stem}.{name} {draw} {sizes}",
+                            candidate=f"{path}:{name}",
+                            reference=f"{file}:{reference}",
+                            needs_gpu=path.stem == "nearpeak_kernels",
+                            sizes=tuple(sizes.items()),
+                            inputs=f"{file}:{draw}",
                         )
+                    )
     # Neighbors in the list differ in everything, so that a part of it is a sample.
     return [entry for start in range(17) for entry in entries[start::17]]
+
+
+def _candidates_in(path: Path) -> Iterator[str]:
+    """Functions of a file, and what it assigns, whose names begin with that of a reference."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef):
+            names = [node.name]
+        else:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+        yield from (name for name in names if not name.startswith("_"))
 
 
 def tasks() -> list[Entry]:
@@ -135,7 +147,7 @@ def judged(entries: list[Entry], arguments: argparse.Namespace) -> Iterator[dict
     has_gpu = torch.cuda.is_available()
     start = time.monotonic()
     for entry in entries:
-        if entry.needs_gpu and not has_gpu:
+        if (entry.needs_gpu and not has_gpu) or entry.needs_python > sys.version_info[:2]:
             continue
         if time.monotonic() - start > arguments.seconds:
             return

@@ -24,6 +24,7 @@ from nearpeak.errors import EnvironmentProblem
 START_SECONDS = 120.0
 RUNS = 1 << 20
 """What the server says of a runner that has not ended: no exit code."""
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 LAST_WORDS = 2000
 """Characters of what a process wrote before it ended."""
 
@@ -160,6 +161,20 @@ class Channel:
             return None
         return ran * 1e-9, waited * 1e-9
 
+    def child_seconds(self) -> float:
+        """Processor time of the processes that it started: those that ended and were waited for, and those there are.
+
+        The process adopts what its children leave behind (see `runner.adopt_orphans`), so that nobody gets away.
+        """
+        times, children = _process_times()
+        total = times.get(self.pid, (0.0, 0.0))[1]
+        todo = list(children.get(self.pid, ()))
+        while todo:
+            child = todo.pop()
+            total += sum(times[child])
+            todo += children.get(child, ())
+        return total
+
     def finish(self, timeout: float) -> None:
         """Lets the process end by itself, which it does where no more commands come."""
         if not self._closed:
@@ -196,6 +211,29 @@ class Process(Protocol):
 
     def wait(self) -> int:
         """Waits for its end, and gives its exit code."""
+
+
+def waited_seconds(pid: int) -> float:
+    """Time in which the first thread of a process waited for a processor; 0 where the system does not tell."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+def _process_times() -> tuple[dict[int, tuple[float, float]], dict[int, list[int]]]:
+    """Of each process, the processor time of its own and of its children that ended; and the children of each."""
+    times: dict[int, tuple[float, float]] = {}
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        own, ended = (sum(int(field) for field in fields[i : i + 2]) / _TICKS for i in (11, 13))
+        times[int(folder.name)] = own, ended
+        children.setdefault(int(fields[1]), []).append(int(folder.name))
+    return times, children
 
 
 def _environment(device: str) -> dict[str, str]:

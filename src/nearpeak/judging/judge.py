@@ -8,6 +8,7 @@ new; which timed calls are checked is drawn after they ran.
 from __future__ import annotations
 
 import ast
+import collections
 import contextlib
 import datetime
 import itertools
@@ -19,7 +20,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,13 +30,22 @@ import torch
 import nearpeak
 from nearpeak.devices.process_state import preserve_process_state
 from nearpeak.errors import CaseError, NearpeakError, UsageError
-from nearpeak.judging.channel import CandidateError, Channel, ProcessEnded, sanitizer_prefix, sanitizer_report
+from nearpeak.judging.channel import (
+    CandidateError,
+    Channel,
+    ProcessEnded,
+    Reply,
+    sanitizer_prefix,
+    sanitizer_report,
+    waited_seconds,
+)
 from nearpeak.judging.exchange import bytes_of, read_tensors, rescaled, tensors_in, write_tensors
 from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Outcome, Rival, Speed, SuiteJudgement
 from nearpeak.judging.models import model_content
-from nearpeak.judging.runner import POISON, change_one, changeable
+from nearpeak.judging.runner import OUTSIDE, POISON, change_one, changeable, halve
 from nearpeak.judging.tolerance import Agreement, Answer, agreement, answer, same_values, without_nonfinite
 from nearpeak.judging.variants import (
+    SMALL_ELEMENTS,
     Inputs,
     Task,
     Variant,
@@ -64,13 +74,23 @@ KNOWN_SEEDS = (0, 42)
 SETS = 3
 """Draws that the inputs of timed calls are made of."""
 SETS_BYTES = 256 << 20
+BUDGET_S = {"cpu": 27.0, "cuda": 55.0}
+"""Of a judgement: with the import of torch, half a minute on a CPU and a minute on a GPU."""
+LEAST_WAIT_S = 10.0
+"""A call that takes less has not hung, however little of the budget is left."""
+CHECKS_UNTIL, COMPILED_UNTIL, TIMES_UNTIL = 0.45, 0.5, 0.62
+"""Shares of the budget after which no check of values and no block is begun. What is left suffices for a call
+that hangs then, and for the looks at the process that end every judgement."""
 FEWEST_CHECKS = 60
-"""They are made even where the time is up."""
-FEWEST_BLOCKS = 8
+"""They are made where the seconds for checks are up, and the budget is not."""
+FEWEST_BLOCKS, LEAST_BLOCKS = 8, 4
+"""Of a series, and of one that the budget cuts short."""
 MOST_BLOCKS = 40
 CLOCK_RUN_S = 0.03
 IDLE_S = 0.2
 BUSY_SHARE = 0.6
+LEAST_CHILD_S, CHILD_SHARE = 0.015, 0.25
+"""Processor time of processes that a candidate started, over the time of its timed calls, at which they do its work."""
 LATE_S = (0.5, 1.0, 2.0)
 """Between the looks at a wrong result: other processes may need as long to write into it, on a busy machine."""
 PROBES, MORE_PROBES = 5, 15
@@ -84,6 +104,8 @@ FEWEST_CHECKED = 4
 KEPT_BYTES = 1 << 30
 RANDOM_SHARE = 0.1
 """Of the values of a reference, by which it may differ from itself."""
+WORK_TURNS = 4
+"""Pairs of calls whose kernels are listed."""
 FASTER_ON_SAME = 0.6
 """A call on inputs that came before may take this share of one with an element changed; less is no cache of the
 hardware's."""
@@ -108,6 +130,7 @@ _RESULTS = (
     "WRONG_STREAM",
 )
 """Charges that say where results are wrong, and not why."""
+_TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH", "CopyHostToDevice", "CopyDeviceToHost")
 _LIBRARIES = (
     (("cublas", "cutlass", "nvjet", "xmma", "gemm_", "sgemm", "gemvx", "splitkreduce"), "cuBLAS"),
     (("cudnn", "implicit_convolve"), "cuDNN"),
@@ -129,6 +152,7 @@ def judge(
     device: str | None = None,
     timeout: float = 60.0,
     max_seconds: float = 10.0,
+    budget: float | None = None,
     compile_reference: bool = True,
     timed: bool = True,
     mutates: Sequence[int] = (),
@@ -148,8 +172,10 @@ def judge(
         inputs: FILE.py:FUNCTION that draws inputs, if it is not in the reference's file.
         sizes: Sets of sizes to time at, in place of the defaults.
         device: "cpu" or "cuda"; None is the GPU where there is one.
-        timeout: Seconds after which a call has hung.
+        timeout: Seconds after which a call has hung, where the budget has as many left.
         max_seconds: For the checks of values and for the times, each.
+        budget: Seconds of the whole judgement; by default half a minute on a CPU, and a minute on a GPU. Notes say what
+            was left out because they were up.
         compile_reference: Also time torch.compile of the reference.
         timed: Whether times are taken at all.
         mutates: Positions of tensors that the candidate may change.
@@ -175,6 +201,7 @@ def judge(
             folder=Path(folder),
             timeout=timeout,
             max_seconds=max_seconds,
+            budget=budget or BUDGET_S.get(place.type, BUDGET_S["cuda"]),
             mutates=tuple(mutates),
             draws=random.Random(secrets.randbits(64) if seed is None else seed),
             say=progress or (lambda line: None),
@@ -297,10 +324,13 @@ class _Trial:
         folder: Path,
         timeout: float,
         max_seconds: float,
+        budget: float,
         mutates: tuple[int, ...],
         draws: random.Random,
         say: Progress,
     ) -> None:
+        self.start, self.budget, self.waited = time.perf_counter(), budget, waited_seconds(os.getpid())
+        self.channel: Channel
         self.candidate, self.against, self.inputs_name = candidate, against, inputs
         self.sizes, self.device, self.folder, self.timeout = sizes, device, folder, timeout
         self.max_seconds, self.mutates, self.draws, self.say = max_seconds, mutates, draws, say
@@ -324,7 +354,6 @@ class _Trial:
 
     def run(self, *, compile_reference: bool, timed: bool, sanitize: str | None, memory_bytes: int | None) -> Judgement:
         """Everything in order; a candidate that ends its process is judged by what was seen until then."""
-        start = time.perf_counter()
         path, function = self.path, self.function = _split(self.candidate)
         prefix = sanitizer_prefix(sanitize) if sanitize else []
         self.memory_bytes = memory_bytes
@@ -334,7 +363,12 @@ class _Trial:
             if timed:
                 self.rival_channel = Channel(self.folder, str(self.device), timeout=self.timeout)
             self.task = Task(self.against, self.inputs_name, self.device)
+            self.reference_text = self.task.path.read_bytes()
             self.given = self.task.draw(self.draws.getrandbits(48), **self.sizes[0])
+            if self.task.scale_constants(self.given, self.draws.getrandbits(48), **self.sizes[0]):
+                self.notes.append(
+                    "All draws of the inputs are the same: others are the given ones with random factors."
+                )
             self._call_reference()
             if timed:
                 self._import_reference()  # before the candidate, which could change its file
@@ -368,8 +402,24 @@ class _Trial:
             last_words=self.last_words,
             notes=tuple(self.notes),
             environment=_environment(self._instrument()),
-            seconds=time.perf_counter() - start,
+            seconds=time.perf_counter() - self.start,
         )
+
+    # The budget
+
+    def _left(self, share: float = 1.0) -> float:
+        """Seconds until this share of the budget is spent.
+
+        On a busy machine, the time in which this process and that of the candidate wait for a processor does not count,
+        up to twice the budget: a machine that is slow must not make the judge blind.
+        """
+        waited = waited_seconds(os.getpid()) - self.waited + waited_seconds(self.channel.pid)
+        return self.start + share * (self.budget + min(self.budget, waited)) - time.perf_counter()
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for a reply."""
+        return min(self.timeout, max(LEAST_WAIT_S, self._left()))
 
     def _call_reference(self) -> None:
         """Calls the reference on the given inputs: what it raises, the form of its results, and whether it repeats."""
@@ -440,26 +490,33 @@ class _Trial:
         if not self._check_given():
             self._integrity()
             return
+        self._check_idle()
         try:
             self._judge_calls(timed, deadline)
         except CandidateError as error:
             self._charge("RAISED", f"at a repeated call: {error}")
-        self._check_idle()
+        self._check_idle(children=True)
         self._integrity()
 
     def _judge_calls(self, timed: bool, deadline: float) -> None:
         """What follows from calls that return."""
         self._check_sequence()
-        self._check_variants(deadline)
-        if not any(charge.fault == "wrong" for charge in self.charges.values()):
+        if self.is_given_right and not self._is_wrong:
             self._probe_memory()
+        self._check_variants(deadline)
         self._list_kernels()
-        if timed and self.is_interpreted:
+        if timed and "WORK_BETWEEN_CALLS" in self.charges:
+            self.notes.append("No time was taken: its process computes between calls.")
+        elif timed and self.is_interpreted:
             self.notes.append("Triton's interpreter ran the candidate: its values were checked, and no time was taken.")
-        elif timed and not any(charge.fault == "wrong" for charge in self.charges.values()):
+        elif timed and not self._is_wrong:
             self._time_beside_rivals()
         elif timed:
             self.notes.append("No time was taken: the results are wrong.")
+
+    @property
+    def _is_wrong(self) -> bool:
+        return any(charge.fault == "wrong" for charge in self.charges.values())
 
     # Right
 
@@ -546,6 +603,7 @@ class _Trial:
             size_variants(self.task, self.draws, self.sizes[0]),
             stride_variants(self.task, small),
             iter(self._surroundings(small)),
+            self._given_variants(),
         ]
         while variants:
             for each in list(variants):
@@ -553,14 +611,37 @@ class _Trial:
                 if variant is None:
                     variants.remove(each)
                     continue
-                if len(self.checks) > FEWEST_CHECKS and time.perf_counter() > deadline:
-                    self.notes.append("The time for checks was up before all variants had run.")
+                is_late = len(self.checks) > FEWEST_CHECKS and time.perf_counter() > deadline
+                if is_late or self._left(CHECKS_UNTIL) <= 0:
+                    self._note_unfinished(variant.kind)
                     return
-                check = self._check(variant)
+                is_large = sum(tensor.numel() for tensor in variant.inputs.tensors) > 1 << 18
+                check = self._check(variant, draws=1 if is_large else 2)
                 tensors = variant.inputs.tensors
                 has_gradients = self.has_gradients and all(t.numel() for t in tensors)
                 if has_gradients and check.outcome == "passed" and variant.kind in ("sizes", "strides"):
                     self._check(Variant(kind="gradients", words=variant.words, inputs=variant.inputs))
+
+    def _given_variants(self) -> Iterator[Variant]:
+        """Some of the values and strides at the sizes that are timed: code may be careful at the small ones alone."""
+        if max(tensor.numel() for tensor in self.given.tensors) <= SMALL_ELEMENTS:
+            return
+        values = value_variants(
+            self.task, self.given, self.draws, ("large values", "a dominant row", "NaN in tensor 0")
+        )
+        strides = stride_variants(self.task, self.given, ("transposed", "rows padded by 3 elements"))
+        for variant in itertools.chain(*itertools.zip_longest(values, strides)):
+            if variant is not None:
+                yield replace(variant, words=f"{variant.words}, at the given sizes")
+
+    def _note_unfinished(self, kind: str) -> None:
+        """Says how many checks were made of each kind, where the time was up before all."""
+        made = collections.Counter(check.kind for check in self.checks)
+        counts = ", ".join(f"{number} of {name}" for name, number in made.items())
+        self.notes.append(
+            f"The time for checks was up before all variants had run, at one of {kind}. {len(self.checks)} were made: "
+            f"{counts}."
+        )
 
     def _surroundings(self, small: Inputs) -> list[Variant]:
         """Calls under autocast, and on a GPU on another stream and in a CUDA graph."""
@@ -675,6 +756,8 @@ class _Trial:
             detail = f"another result than the reference's: {worst.where}"
             return Check(kind=kind, inputs=words, outcome="differs", error=_finite(worst.error), detail=detail)
         poisoned = max(_poisoned_share(mine) for mine in results)
+        if not right and kind == "graph" and self._charge_stale_graph(variant, results):
+            return Check(kind=kind, inputs=words, outcome="failed", error=_finite(worst.error), detail=worst.where)
         if not right:
             self._charge_wrong(variant, words, known, worst, poisoned)
         return Check(
@@ -737,10 +820,28 @@ class _Trial:
         else:
             self._charge(_KINDS.get(kind, "WRONG_VALUES"), detail)
 
+    def _charge_stale_graph(self, variant: Variant, results: Sequence[torch.Tensor]) -> bool:
+        """Names a graph whose replay gives the result of earlier values: whose, tells a cache from another stream.
+
+        A call in a graph that returns what came of the values before it was captured does not compute. One that
+        returns what came of the values at its capture computed meanwhile, outside of the graph.
+        """
+        inputs = variant.inputs.changed(lambda tensor: tensor.clone())
+        for charge, evidence in (
+            ("CACHED_RESULT", "in a CUDA graph, it gave the result of values from before it was captured"),
+            ("WRONG_STREAM", "its work is not in a CUDA graph of it: replayed, it gave the result of earlier values"),
+        ):
+            halve(inputs.tensors)
+            known = answer(self.task.function, inputs.args, inputs.kwargs, draws=1)
+            if self._agrees(results, known, len(known.own) - len(known.mutated)):
+                self._charge(charge, f"{evidence} ({inputs.words()})")
+                return True
+        return False
+
     def _is_right_afresh(self, variant: Variant, known: Answer) -> bool:
         """Whether a process in which nothing was called before gives the right result; asked once."""
         self.is_state_known = True
-        channel = Channel(self.folder, str(self.device), timeout=self.timeout)
+        channel = Channel(self.folder, str(self.device), timeout=self._patience)
         outputs = self._path("afresh")
         try:
             channel.ask("import", **self._imports(guarded=True))
@@ -795,11 +896,10 @@ class _Trial:
             try:
                 reply = self._ask("probe", seed=change, calls=PROBES, **message)
                 if charge == "MEMOIZED":
-                    self._check_changed(self._read(outputs))
-                if not _is_faster(reply, 0.5):
-                    continue
-                # The same again, with more calls and nearly all of them: an accusation must not come from noise.
-                reply = self._ask("probe", seed=change, calls=MORE_PROBES, **message)
+                    self._check_changed(self._read(outputs), inputs, "one element of the inputs was changed in place")
+                if _is_faster(reply, 0.5):
+                    # With more calls and nearly all of them: an accusation must not come from noise.
+                    reply = self._ask("probe", seed=change, calls=MORE_PROBES, **message)
             except CandidateError:
                 if self._accepts_changes(inputs, change):
                     raise
@@ -808,6 +908,11 @@ class _Trial:
             if _is_faster(reply, 0.75):
                 same, changed = (median(reply[name]) * 1e6 for name in ("same", "changed"))
                 self._charge(charge, f"{same:.0f} us on {words}, {changed:.0f} us with one element changed")
+                continue
+            turns = self._ask("work", seed=change, turns=WORK_TURNS, **message)["turns"]
+            self._check_changed(self._read(outputs), inputs, "two elements of the inputs were exchanged in place")
+            if evidence := _missing_work(turns):
+                self._charge(charge, f"on {words} {evidence}")
         self._load_sets(self.channel, self.sizes[0])
         sizes = self._ask("held", calls=6, seed=self.draws.getrandbits(32))["bytes"]
         self.bytes_held = float(max(0, sizes[-1] - sizes[0])) if sizes else None
@@ -824,31 +929,37 @@ class _Trial:
                 return False
         return True
 
-    def _check_changed(self, content: dict[str, Any]) -> None:
-        """After one element was changed in place, the result must be that of the new values."""
+    def _check_changed(self, content: dict[str, Any], before: Inputs, words: str) -> None:
+        """After a change of the inputs in place, the result must be that of the new values, and not of those before."""
         args, kwargs = content["arguments"]
         known = answer(self.task.function, args, kwargs, draws=1)
-        if known.mutated:
+        if known.mutated or self._agrees(content["results"], known, len(known.own)):
             return
-        if not self._agrees(content["results"], known, len(known.own)):
-            self._charge(
-                "CACHED_RESULT", "one element of the inputs was changed in place, and the result did not follow"
-            )
+        stale = answer(self.task.function, before.args, before.kwargs, draws=1)
+        if self._agrees(content["results"], stale, len(stale.own)):
+            self._charge("CACHED_RESULT", f"{words}, and the result did not follow")
+        else:
+            self._charge("WRONG_WHEN_TIMED", f"{words}, and the result of a timed call is wrong")
 
-    def _check_idle(self) -> None:
-        """Whether its process works while nobody calls it, in each of two intervals."""
+    def _check_idle(self, *, children: bool = False) -> None:
+        """Whether its process, or those that it started, work while nobody calls it, in each of two intervals."""
         shares = []
         for _ in range(2):
             time.sleep(0.02)
-            before, start = self.channel.processor_seconds(), time.perf_counter()
+            start, before = time.perf_counter(), self._worked(children)
             time.sleep(IDLE_S)
-            after, passed = self.channel.processor_seconds(), time.perf_counter() - start
-            # On a busy machine a thread that works all the time waits for a processor for most of it.
-            if before is None or after is None or sum(after) - sum(before) < BUSY_SHARE * passed:
+            after, passed = self._worked(children), time.perf_counter() - start
+            if before is None or after is None or after - before < BUSY_SHARE * passed:
                 return
-            shares.append((sum(after) - sum(before)) / passed)
-        evidence = f"its threads were busy for {100 * min(shares):.0f} % of {2 * IDLE_S:g} s without a call"
+            shares.append((after - before) / passed)
+        who = "its threads and the processes that it started" if children else "its threads"
+        evidence = f"{who} were busy for {100 * min(shares):.0f} % of {2 * IDLE_S:g} s without a call"
         self._charge("WORK_BETWEEN_CALLS", evidence)
+
+    def _worked(self, children: bool) -> float | None:
+        """Processor seconds of its process until now; on a busy machine a thread waits for a processor most of it."""
+        own = self.channel.processor_seconds()
+        return None if own is None else sum(own) + (self.channel.child_seconds() if children else 0.0)
 
     def _integrity(self) -> None:
         reply = self._ask("integrity")
@@ -943,9 +1054,16 @@ class _Trial:
         """A command to the process of the reference."""
         assert self.rival_channel is not None
         try:
-            return self.rival_channel.ask(do, **content).content
+            return self.rival_channel.ask(do, self._patience, **content).content
         except ProcessEnded as end:
             raise _RivalEnded(end.evidence) from None
+
+    def _restart_rivals(self) -> None:
+        """A new process of the reference, where the first one still compiles; it imports the same text again."""
+        self.rival_channel = Channel(self.folder, str(self.device), timeout=self.timeout)
+        if self.task.path.read_bytes() != self.reference_text:
+            raise _RivalEnded("its file is no longer what it was before the candidate was imported")
+        self._import_reference()
 
     def _rivals(self) -> list[str]:
         """What the candidate is timed against."""
@@ -955,10 +1073,13 @@ class _Trial:
         if self.compiling:
             self.say(f"{self.candidate}: waiting for torch.compile of the reference")
             try:
-                channel.answer(self.compiling, max(self.timeout, 120.0))
+                channel.answer(self.compiling, max(0.1, self._left(COMPILED_UNTIL)))
                 names.append("torch.compile")
             except ProcessEnded as end:
-                raise _RivalEnded(f"{end.evidence}, in torch.compile of the reference") from None
+                if end.charge != "HUNG":
+                    raise _RivalEnded(f"{end.evidence}, in torch.compile of the reference") from None
+                self.notes.append("torch.compile of the reference was not done in time: it is left out of the times.")
+                self._restart_rivals()
             except CandidateError as error:
                 self.notes.append(f"torch.compile of the reference failed: {str(error)[:120]}")
         if self.device.type != "cpu":
@@ -991,12 +1112,19 @@ class _Trial:
         calls = 3 if self.device.type == "cpu" else max(2, min(8, int(SETS_BYTES / max(1, total))))
         names = ["candidate", *rivals]
         series: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        self.children: list[tuple[float, float]] = []
         kept: list[_KeptBlock] = []
         deadline = time.perf_counter() + self.max_seconds / (2 * len(self.sizes))
         for cache, least, most in (("cold", FEWEST_BLOCKS, MOST_BLOCKS), ("hot", 5, 8)):
             rounds = 0
             # The first round warms up, and is left out.
             while rounds <= least or (rounds < most and time.perf_counter() < deadline):
+                is_late = self._left(TIMES_UNTIL) <= 0
+                if is_late and rounds > LEAST_BLOCKS:
+                    break
+                if is_late and (cache == "cold" or self._left() < LEAST_WAIT_S):
+                    self.notes.append(f"The time was up: no times were taken at {_sizes_text(sizes)}.")
+                    return None
                 for name in self.draws.sample(names, len(names)):
                     seed = self.draws.getrandbits(48)
                     block = self._block(name, cache, seed, calls)
@@ -1004,13 +1132,14 @@ class _Trial:
                         return None
                     if rounds:
                         series.setdefault((name, cache), []).append(block)
-                    is_due = rounds == least and not any(each.cache == cache for each in kept)
+                    is_due = rounds == min(least, LEAST_BLOCKS) and not any(each.cache == cache for each in kept)
                     if name == "candidate" and rounds and (is_due or self.draws.random() < CHECKED_SHARE):
                         kept += self._kept(cache, seed, calls, sum(each.bytes for each in kept))
                 rounds += 1
                 if rounds > least and time.perf_counter() > deadline:
                     break
         self._check_kept(sets, calls, kept)
+        self._check_children(series)
         hot = {name: median([block["seconds"] for block in series[name, "hot"]]) for name in names}
         timings = {name: self._timing(name, series[name, "cold"]) for name in names}
         enqueue = self._check_clock(timings["candidate"], hot["candidate"])
@@ -1046,7 +1175,10 @@ class _Trial:
         if name != "candidate":
             return self._ask_rival("block", **message)
         try:
-            return self._ask("block", **message)
+            before = self.channel.child_seconds()
+            reply = self._ask("block", **message)
+            self.children.append((self.channel.child_seconds() - before, calls * float(reply["seconds"])))
+            return reply
         except CandidateError as error:
             self._charge("RAISED", f"in a timed call: {error}")
             return None
@@ -1080,6 +1212,27 @@ class _Trial:
                 )
                 if not right:
                     self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
+
+    def _check_children(self, series: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> None:
+        """Whether processes that it started work while its calls are timed, from the first blocks to the last.
+
+        A compiler that an early call starts is done then; its processes wait without work for more of it.
+        """
+        middle = (1 + len(self.children)) // 2
+        halves = []
+        for part in (self.children[1:middle], self.children[middle:]):  # the first block warms up
+            worked, took = (sum(each[i] for each in part) for i in range(2))
+            halves.append((worked > max(LEAST_CHILD_S, CHILD_SHARE * took), worked, took))
+        if all(is_much for is_much, _, _ in halves):
+            worked, took = (sum(each[i] for each in halves) for i in (1, 2))
+            evidence = f"processes that it started worked for {worked:.2g} s while its timed calls took {took:.2g} s"
+            self._charge("WORK_ESCAPES", evidence)
+        for cache in ("cold", "hot"):
+            started = [int(block.get("processes", 0)) for block in series["candidate", cache]]
+            if sum(map(bool, started)) > len(started) / 2:
+                self._charge(
+                    "WORK_ESCAPES", f"it started {sum(started)} processes in {len(started)} blocks of timed calls"
+                )
 
     def _timing(self, name: str, blocks: list[dict[str, Any]]) -> Timing:
         options = Options(confidence=0.95)
@@ -1118,13 +1271,13 @@ class _Trial:
         claimed, passed, empty, ran, enqueue = [], [], [], [], []
         for _ in range(3):
             before = self.channel.processor_seconds()
-            reply = self.channel.ask("run", name="candidate", calls=calls)
+            reply = self._ask_timed("run", name="candidate", calls=calls)
             after = self.channel.processor_seconds()
             ran.append(math.inf if before is None or after is None else after[0] - before[0])
             claimed.append(float(reply.content["seconds"]))
             enqueue.append(float(reply.content["enqueue"]) / calls)
             passed.append(reply.seconds)
-            empty.append(self.channel.ask("run", name="candidate", calls=0).seconds)
+            empty.append(self._ask_timed("run", name="candidate", calls=0).seconds)
         seen = min(passed) - min(empty)
         if self.device.type == "cpu":
             # Where other programs run, a process waits for its turn: only the time that it ran speaks against it.
@@ -1189,8 +1342,12 @@ class _Trial:
 
     def _ask(self, do: str, **content: Any) -> dict[str, Any]:
         """A command to the candidate's process; its end is a charge."""
+        return self._ask_timed(do, **content).content
+
+    def _ask_timed(self, do: str, **content: Any) -> Reply:
+        """The same with the seconds that it took on the clock of this process."""
         try:
-            return self.channel.ask(do, **content).content
+            return self.channel.ask(do, self._patience, **content)
         except ProcessEnded as end:
             self._charge(end.charge, f"{end.evidence}, in `{do}`")
             self.last_words = end.words
@@ -1243,6 +1400,27 @@ def _is_faster(reply: dict[str, Any], share: float) -> bool:
     """Whether calls on the same inputs are faster by far than those with one element changed, by this share of each."""
     slow_same, fast_changed = quantile(reply["same"], share), quantile(reply["changed"], 1 - share)
     return slow_same < FASTER_ON_SAME * fast_changed and fast_changed - slow_same > 20e-6
+
+
+def _missing_work(turns: Sequence[dict[str, Any]]) -> str:
+    """What calls on inputs that came before leave out of the work of those on others, in words; empty where they do it.
+
+    The turns with one element changed, or those with two exchanged, must all say it. Copies between host and device
+    are no work: one who compares inputs on the host pays for them, and leaves out the rest.
+    """
+    shares = []
+    for turn in turns:
+        counts = {name: int(count) for name, (count, _) in turn["same"].items()}
+        total = missing = 0.0
+        for name, (count, seconds) in turn["changed"].items():
+            if name != OUTSIDE and not any(way in name for way in _TRANSFERS):
+                total += seconds
+                missing += seconds * max(0.0, count - counts.get(name, 0)) / max(1, count)
+        shares.append(missing / total if total else 0.0)
+    least = max(min(shares[0::2], default=0.0), min(shares[1::2], default=0.0))
+    if least <= 1 - FASTER_ON_SAME:
+        return ""
+    return f"it leaves out {100 * least:.0f} % of the work that it does with an element changed"
 
 
 def _finite(value: float) -> float | None:

@@ -13,15 +13,17 @@ import ctypes
 import functools
 import gc
 import json
+import math
 import os
 import random
+import signal
 import socket
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NoReturn
@@ -47,9 +49,14 @@ POISON = 0x7F
 """Fills memory that nobody wrote: a huge number in float32 and bfloat16, NaN in float16."""
 M_PERTURB = -6
 """Of glibc's mallopt: fills memory when it is allocated."""
+PR_SET_CHILD_SUBREAPER = 36
 ESCAPE_WAIT_S = 0.03
 LARGEST_BLOCK_BYTES = 512 << 20
 PROBE_CALLS = 7
+INSPECT_EVERY_S = 0.1
+"""The least time between two looks at all functions of torch, which take some milliseconds."""
+OUTSIDE = "outside of torch's operators"
+"""The time of a call on a CPU in which none of them ran."""
 
 _clock = time.perf_counter
 _processor_clock = time.process_time
@@ -69,8 +76,14 @@ class Guard:
         self.is_own = threading.local()
         self._before = {name: self._read(owner) for name, owner in self._owners().items()}
         self._globals = {module: dict(vars(module)) for module in _OWN_MODULES}
-        self._codes = {name: self._parts(function) for name, function in self._functions().items()}
+        self._codes = [(name, space, key, self._parts(space[key])) for name, space, key in self._functions()]
         self._kernels = _registered_kernels()
+        self._handlers = _handlers()
+        self.is_timed = False
+        """Whether calls of the candidate are being timed."""
+        self.processes_started = 0
+        """In timed calls."""
+        self._inspected = -math.inf
         sys.addaudithook(self._audit)
 
     @staticmethod
@@ -104,28 +117,27 @@ class Guard:
         return {name: value for name, value in names.items() if callable(value) or hasattr(value, "__get__")}
 
     @staticmethod
-    def _functions() -> dict[str, FunctionType]:
-        functions: dict[str, FunctionType] = {}
+    def _functions() -> Iterator[tuple[str, Mapping[str, Any], str]]:
+        """Where the functions are that run around the calls: a name for people, and a place in a module or class."""
         for module in _OWN_MODULES:
             for name, value in vars(module).items():
                 if isinstance(value, FunctionType):
-                    functions[f"{module.__name__}.{name}"] = value
+                    yield f"{module.__name__}.{name}", vars(module), name
                 elif isinstance(value, type) and value.__module__ == module.__name__:
                     for member, inner in vars(value).items():
                         if isinstance(inner, FunctionType):
-                            functions[f"{module.__name__}.{name}.{member}"] = inner
+                            yield f"{module.__name__}.{name}.{member}", vars(value), member
         for name in ("synchronize", "current_stream"):
-            inner = getattr(torch.cuda, name)
-            if isinstance(inner, FunctionType):
-                functions[f"torch.cuda.{name}"] = inner
-        return functions
+            if isinstance(getattr(torch.cuda, name), FunctionType):
+                yield f"torch.cuda.{name}", vars(torch.cuda), name
 
     @staticmethod
-    def _parts(function: FunctionType) -> tuple[FunctionType, CodeType, Any, Any]:
-        return function, function.__code__, function.__defaults__, dict(function.__kwdefaults__ or {})
+    def _parts(function: Any) -> tuple[Any, CodeType | None, Any, Any]:
+        defaults = dict(getattr(function, "__kwdefaults__", None) or {})
+        return function, getattr(function, "__code__", None), getattr(function, "__defaults__", None), defaults
 
-    def inspect_modes(self) -> None:
-        """Looks for what sees every operation of this process, after each command: it could work on inputs early."""
+    def _inspect_modes(self) -> None:
+        """Looks for what sees every operation of this process: it could work on inputs early."""
         counts = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
         modes = [torch._C._get_dispatch_stack_at(i) for i in range(counts[0])]
         modes += [torch._C._get_function_stack_at(i) for i in range(counts[1])]
@@ -133,15 +145,26 @@ class Guard:
             if type(mode) is not DeviceContext:  # which torch.set_default_device leaves
                 self.saw("CHECKER_PATCHED", f"its mode {type(mode).__name__} sees every operation of the process")
 
+    def _inspect_handlers(self) -> None:
+        """Looks for functions of the candidate that the interpreter calls by itself, whatever runs then."""
+        for name, handler in _handlers().items():
+            if handler != self._handlers[name]:
+                self.saw("INSPECTS_CALLER", f"its function is called {name}, in the middle of the code that calls it")
+
     def inspect(self) -> None:
-        """Compares what there is now with what there was before the candidate was imported."""
-        for module, before in self._globals.items():
-            for name, value in before.items():
-                if vars(module).get(name) is not value:
-                    measures = module.__name__.startswith("nearpeak.measure") or "clock" in name
-                    place = "runner" if module.__name__ == "__main__" else module.__name__
-                    charge = "TIMER_PATCHED" if measures else "RUNNER_PATCHED"
-                    self.saw(charge, f"{place}.{name} is no longer what it was before the import")
+        """Compares what there is now with what there was before the candidate was imported, after each command.
+
+        What is replaced for a while must be there when inputs are made or clocks are read, which is between two calls.
+        """
+        self._inspect_modes()
+        self._inspect_handlers()
+        self._inspect_runner()
+        if (now := time.monotonic()) > self._inspected + INSPECT_EVERY_S:
+            self._inspected = now
+            self.inspect_torch()
+
+    def inspect_torch(self) -> None:
+        """Compares the functions of torch and of the library that measure, copy and compare."""
         for name, kernels in _registered_kernels().items():
             if kernels - self._kernels[name]:
                 self.saw("CHECKER_PATCHED", f"it registered a kernel of its own for {name}")
@@ -152,10 +175,18 @@ class Guard:
                     continue
                 place = f"{owner_name}.{name}"
                 self.saw(_charge_for(owner_name, name), f"{place} is no longer what it was before the import")
-        functions = self._functions()
-        for name, parts in self._codes.items():
-            function = functions.get(name)
-            if function is None or self._parts(function) != parts or parts[0].__code__ is not parts[1]:
+
+    def _inspect_runner(self) -> None:
+        """Compares the code around the calls."""
+        for module, before in self._globals.items():
+            for name, value in before.items():
+                if vars(module).get(name) is not value:
+                    measures = module.__name__.startswith("nearpeak.measure") or "clock" in name
+                    place = "runner" if module.__name__ == "__main__" else module.__name__
+                    charge = "TIMER_PATCHED" if measures else "RUNNER_PATCHED"
+                    self.saw(charge, f"{place}.{name} is no longer what it was before the import")
+        for name, space, key, parts in self._codes:
+            if self._parts(space.get(key)) != parts:
                 charge = "TIMER_PATCHED" if name.startswith(("torch.cuda", "nearpeak.measure")) else "RUNNER_PATCHED"
                 self.saw(charge, f"the code of {name} was changed")
 
@@ -180,6 +211,17 @@ class Guard:
             if event in _PATH_EVENTS:
                 for path in arguments[: _PATH_EVENTS[event]]:
                     self._used_path(event, path)
+            elif event in _PROCESS_EVENTS:
+                self.processes_started += self.is_timed
+            elif event in _CODE_EVENTS:
+                file = arguments[_CODE_EVENTS[event]]
+                if self._asked_by_candidate() and _is_others_code(file):
+                    self.saw(
+                        "INSPECTS_CALLER", f"it gave code of its own the name of {Path(file).name}, to hide who asks"
+                    )
+            elif event == "ctypes.dlsym":
+                if "Frame" in str(arguments[1]) and self._asked_by_candidate(through=("/ctypes/__init__.py",)):
+                    self.saw("INSPECTS_CALLER", f"it took {arguments[1]} of the interpreter")
             elif event == "object.__getattr__":
                 if arguments[1] in _FRAMES and self._asked_by_candidate(through=()):
                     self.saw("INSPECTS_CALLER", f"it read {arguments[1]}")
@@ -228,8 +270,14 @@ _PATH_EVENTS = {
 """Audit events of files, with the number of their arguments that are paths."""
 _FRAMES = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 """Attributes from which the frames of callers can be reached."""
+_PROCESS_EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
+_CODE_EVENTS = {"compile": 1, "code.__new__": 1}
+"""Audit events of code that is made, with the position of its file name."""
 _WATCHED = {
     *_PATH_EVENTS,
+    *_PROCESS_EVENTS,
+    *_CODE_EVENTS,
+    *("ctypes.dlsym", "marshal.loads", "sys.monitoring.register_callback", "sys._current_exceptions"),
     *("sys._getframe", "sys._current_frames", "sys.setprofile", "sys.settrace", "object.__getattr__"),
     *("gc.get_objects", "gc.get_referrers", "gc.get_referents", "object.__setattr__", "os.kill", "os.killpg"),
 }
@@ -240,6 +288,19 @@ def _charge_for(owner: str, name: str) -> str:
     if owner in _TIMERS:
         return "TIMER_PATCHED"
     return "CHECKER_PATCHED" if owner.startswith("torch") or owner == "random" else "RUNNER_PATCHED"
+
+
+_SIGNALS = {each.name: each for each in signal.Signals if each in signal.valid_signals()}
+
+
+def _handlers() -> dict[str, Any]:
+    """What the interpreter calls by itself: handlers of signals, and functions around a collection of garbage."""
+    handlers = {f"at {name}": signal.getsignal(number) for name, number in _SIGNALS.items()}
+    return {**handlers, "at a collection of garbage": tuple(gc.callbacks)}
+
+
+def _is_others_code(file: Any) -> bool:
+    return isinstance(file, (str, bytes)) and os.path.realpath(os.fsdecode(file)).startswith(_OTHERS_CODE)
 
 
 def _is_wrapped_by_torch(new: Any, old: Any) -> bool:
@@ -522,6 +583,59 @@ class Runner:
         )
         return {"same": same, "changed": changed}
 
+    def do_work(self, message: dict[str, Any]) -> dict[str, Any]:
+        """The kernels or operators of calls on inputs that came just before, and on the same a little changed.
+
+        Unlike times they have no noise, and say it too where launches or copies take longer than the work.
+        """
+        args, kwargs = self._arguments(message["inputs"])
+        tensors = changeable(tensors_in((args, kwargs)))
+        originals = [tensor.detach().clone() for tensor in tensors]
+
+        def restore() -> None:
+            with torch.no_grad():
+                for tensor, values in zip(tensors, originals, strict=True):
+                    tensor.copy_(values)
+
+        def call() -> Any:
+            return self.functions["candidate"](*args, **kwargs)
+
+        turns: list[dict[str, Any]] = []
+        for turn in range(message["turns"]):
+            restore()
+            call()  # so that the listed call is a repetition
+            same = self._work(call)
+            disturb(tensors, turn, message["seed"])
+            turns.append({"same": same, "changed": self._work(call)})
+        self.synchronize()
+        # The last change stays, and the call is a repetition: what is kept must be the result of these values.
+        result = self._call(args, kwargs)
+        self._write(
+            message["outputs"], {"results": [t.detach() for t in tensors_in(result)], "arguments": (args, kwargs)}
+        )
+        return {"turns": turns}
+
+    def _work(self, call: Callable[[], Any]) -> dict[str, list[float]]:
+        """Of one call: by name, the number and the seconds of its kernels on a GPU, or of its operators on a CPU."""
+        totals: dict[str, list[float]] = {}
+        if self.instrument is not None:
+            for kernel in profile_calls(call, 1, synchronize=self.synchronize)[0]:
+                entry = totals.setdefault(kernel.name, [0, 0.0])
+                entry[0] += 1
+                entry[1] += kernel.seconds
+            return totals
+        start = _clock()
+        with torch.autograd.profiler.profile(use_kineto=True) as profiler:
+            start = _clock()
+            call()
+            wall = _clock() - start
+        for event in profiler.key_averages():
+            if event.self_cpu_time_total > 0 and not event.key.startswith("[memory]"):
+                totals[event.key] = [event.count, event.self_cpu_time_total * 1e-6]
+        rest = wall - sum(seconds for _, seconds in totals.values())
+        totals[OUTSIDE] = [1, max(0.0, rest)]
+        return totals
+
     def do_sets(self, message: dict[str, Any]) -> dict[str, Any]:
         """Loads the arguments that timed calls are made of."""
         self.sets = [self._arguments(file) for file in message["inputs"]]
@@ -550,6 +664,8 @@ class Runner:
                         tensor.detach().sum()
 
         calls = len(self.staged)
+        if self.guard is not None:
+            self.guard.is_timed, self.guard.processes_started = True, 0
         with quiet_collector():
             device = self.instrument
             if device is None:
@@ -567,6 +683,8 @@ class Runner:
                     device, call, stage, call_seconds=seconds, enqueue_seconds=enqueue, zero_seconds=zero, calls=calls
                 )
                 block, method = sampler.block(), f"{sampler.method}; new inputs for each call"
+            if self.guard is not None:
+                self.guard.is_timed = False
             if name == "candidate":
                 # At once, and the last first: a thread that has not finished is too late.
                 for i in reversed(range(len(self.outputs))):
@@ -577,6 +695,7 @@ class Runner:
             "readings": list(block.readings),
             "launch_hidden": block.launch_hidden,
             "method": method,
+            "processes": 0 if self.guard is None else self.guard.processes_started,
         }
 
     def _estimate(self, name: str) -> tuple[float, float]:
@@ -642,23 +761,7 @@ class Runner:
         args, kwargs = self.sets[0]
         function = self.functions["candidate"]
         is_interpreted = _runs_in_interpreter(lambda: function(*args, **kwargs))
-        totals: dict[str, list[float]] = {}
-        if self.instrument is not None:
-            for kernel in profile_calls(lambda: function(*args, **kwargs), 1, synchronize=self.synchronize)[0]:
-                entry = totals.setdefault(kernel.name, [0, 0.0])
-                entry[0] += 1
-                entry[1] += kernel.seconds
-        else:
-            start = _clock()
-            with torch.autograd.profiler.profile(use_kineto=True) as profiler:
-                start = _clock()
-                function(*args, **kwargs)
-                wall = _clock() - start
-            for event in profiler.key_averages():
-                if event.self_cpu_time_total > 0 and not event.key.startswith("[memory]"):
-                    totals[event.key] = [event.count, event.self_cpu_time_total * 1e-6]
-            rest = wall - sum(seconds for _, seconds in totals.values())
-            totals["outside of torch's operators"] = [1, max(0.0, rest)]
+        totals = self._work(lambda: function(*args, **kwargs))
         return {
             "kernels": [[name, int(calls), seconds] for name, (calls, seconds) in totals.items()],
             "interpreted": is_interpreted,
@@ -680,6 +783,7 @@ class Runner:
         """What the candidate was seen to do to this process."""
         assert self.guard is not None
         self.guard.inspect()
+        self.guard.inspect_torch()
         changed = [name for name, value in _settings().items() if self.settings[name] != value]
         return {"charges": self.guard.seen, "settings": changed}
 
@@ -742,16 +846,17 @@ class Runner:
         return self._call(args, kwargs)
 
     def _captured(self, args: Any, kwargs: Any) -> Any:
-        """The result of a CUDA graph of the call, replayed on values that were not there when it was captured."""
+        """The result of a CUDA graph of the call, replayed on values that were not there when it was captured.
+
+        Nor were those of the capture there before it: who keeps results has none to return, and computes in the graph.
+        """
         device = self.instrument
         assert device is not None
         values = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone())
-        with torch.no_grad():
-            for tensor in tensors_in((args, kwargs)):
-                if tensor.is_floating_point() and tensor.element_size() > 1:
-                    tensor.mul_(0.5)
+        halve(tensors_in((args, kwargs)))
         for _ in range(2):
             self._call(args, kwargs)
+        halve(tensors_in((args, kwargs)))
         device.synchronize()
         results: list[Any] = []
         try:
@@ -914,6 +1019,33 @@ def change_one(tensors: list[torch.Tensor], turn: int, seed: int) -> None:
                 tensor[index] = tensor[tuple(draws.randrange(size) for size in tensor.shape)].clone()
 
 
+def halve(tensors: list[torch.Tensor]) -> None:
+    """Halves the values of floating-point tensors, as they are before a call is captured in a graph."""
+    with torch.no_grad():
+        for tensor in tensors:
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                tensor.mul_(0.5)
+
+
+def disturb(tensors: list[torch.Tensor], turn: int, seed: int) -> None:
+    """Changes floating-point tensors so little that no honest call takes another way: nothing leaves its range.
+
+    In even turns an element gets its neighbor in its dtype, which tells those that compare all bits; in odd ones two
+    elements are exchanged, which tells those that allow for a tolerance.
+    """
+    draws = random.Random(seed + turn)
+    with torch.no_grad():
+        for tensor in tensors:
+            if not tensor.is_floating_point() or tensor.element_size() == 1:
+                continue
+            index, other = (tuple(draws.randrange(size) for size in tensor.shape) for _ in range(2))
+            if turn % 2:
+                first, second = tensor[index].clone(), tensor[other].clone()
+                tensor[index], tensor[other] = second, first
+            else:
+                tensor[index] *= 1 + 2 * torch.finfo(tensor.dtype).eps
+
+
 def _settings() -> dict[str, Any]:
     return {
         "torch.get_num_threads": torch.get_num_threads(),
@@ -926,9 +1058,16 @@ def _settings() -> dict[str, Any]:
     }
 
 
+def adopt_orphans() -> None:
+    """Makes this process the parent of what its children leave behind: the judge sees all that the candidate starts."""
+    with contextlib.suppress(AttributeError):  # another system than Linux
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
 def main(arguments: list[str]) -> None:
     """Reads commands from one descriptor and replies to another, until the first ends."""
     commands, replies = int(arguments[0]), int(arguments[1])
+    adopt_orphans()
     runner = Runner(Path(arguments[2]), arguments[3])
     if gpu_backend() is not None and runner.device.type != "cpu":
         assert runner.instrument is not None
@@ -939,7 +1078,7 @@ def main(arguments: list[str]) -> None:
             reply = _obey(runner, message)
             runner._no_poison()
             if runner.guard is not None:
-                runner.guard.inspect_modes()
+                runner.guard.inspect()
             write_message(replies, {**reply, "token": message["token"]})
 
 

@@ -17,7 +17,7 @@ import torch
 
 from nearpeak.devices.process_state import preserve_random_state
 from nearpeak.errors import CaseError
-from nearpeak.judging.exchange import map_tensors, storage_span, tensors_in
+from nearpeak.judging.exchange import map_tensors, rescaled, storage_span, tensors_in
 from nearpeak.judging.models import INIT_NAMES, Model, is_model, make_module
 from nearpeak.judging.tolerance import same_values
 from nearpeak.measure.case import case_errors, load
@@ -77,6 +77,8 @@ class Task:
         self.path, self.name = builder.path, builder.name
         self.function: Callable[..., Any] = builder.function
         self.device = device
+        self.is_constant = False
+        """Whether the function draws the same values whatever the seed."""
         self.model: torch.nn.Module | None = None
         """Where the reference is a class of modules: the one that is judged."""
         if inputs is not None:
@@ -112,6 +114,25 @@ class Task:
             torch.manual_seed(seed)
             random.seed(seed)
             drawn = self.draw_function(**sizes)
+        result = self._moved_inputs(drawn)
+        if self.is_constant:
+            args, kwargs = rescaled((result.args, result.kwargs), seed)
+            return Inputs(args=args, kwargs=kwargs)
+        return result
+
+    def scale_constants(self, given: Inputs, seed: int, **sizes: int) -> bool:
+        """Whether all draws are the same, as those of a function that seeds itself; then they get factors from now on.
+
+        Otherwise everybody could have the answers.
+        """
+        floats = [tensor for tensor in given.tensors if tensor.is_floating_point() and tensor.element_size() > 1]
+        other = self.draw(seed, **sizes).tensors
+        is_same = len(other) == len(given.tensors) and all(map(same_values, given.tensors, other))
+        self.is_constant = bool(floats) and is_same
+        return self.is_constant
+
+    def _moved_inputs(self, drawn: Any) -> Inputs:
+        """What a draw returned, as arguments on the device."""
         args: Any = drawn if isinstance(drawn, (tuple, list)) else () if isinstance(drawn, dict) else (drawn,)
         kwargs = drawn if isinstance(drawn, dict) else {}
         moved = map_tensors((tuple(args), dict(kwargs)), self._moved)
@@ -282,7 +303,9 @@ def small_inputs(task: Task, draws: random.Random, sizes: Mapping[str, int]) -> 
     return task.draw(draws.getrandbits(48), **sizes)
 
 
-def value_variants(task: Task, inputs: Inputs, draws: random.Random) -> Iterator[Variant]:
+def value_variants(
+    task: Task, inputs: Inputs, draws: random.Random, only: Sequence[str] | None = None
+) -> Iterator[Variant]:
     """The same sizes with other values: large, small, constant, spikes, one row or column that dominates, NaN, inf."""
     generator = torch.Generator().manual_seed(draws.getrandbits(48))
 
@@ -309,6 +332,8 @@ def value_variants(task: Task, inputs: Inputs, draws: random.Random) -> Iterator
         "a dominant column": ("spikes", lambda t: line(t, -1)),
     }
     for words, (kind, change) in changes.items():
+        if only is not None and words not in only:
+            continue
         yield from _accepted_values(task, inputs, words, kind, _on_free_floats(change))
     positions = [i for i, tensor in enumerate(inputs.tensors) if _is_free(tensor)]
     for position in positions[:3]:
@@ -316,6 +341,8 @@ def value_variants(task: Task, inputs: Inputs, draws: random.Random) -> Iterator
             if position != positions[0] and not math.isnan(value):
                 continue
             change = _planted(inputs, position, value, draws)
+            if only is not None and f"{words} in tensor {position}" not in only:
+                continue
             kind = "infinity" if value == math.inf else "nonfinite"
             yield from _accepted_values(task, inputs, f"{words} in tensor {position}", kind, change)
 
@@ -354,7 +381,7 @@ def _accepted_values(
         yield Variant(kind=kind, words=words, inputs=new)
 
 
-def stride_variants(task: Task, inputs: Inputs) -> Iterator[Variant]:
+def stride_variants(task: Task, inputs: Inputs, only: Sequence[str] | None = None) -> Iterator[Variant]:
     """The same values with other strides and offsets."""
     changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "transposed": lambda t: t.transpose(-1, -2).contiguous().transpose(-1, -2) if t.dim() >= 2 else t.clone(),
@@ -367,6 +394,8 @@ def stride_variants(task: Task, inputs: Inputs) -> Iterator[Variant]:
         "the first dimension expanded": lambda t: t[:1].clone().expand_as(t) if t.dim() >= 2 and len(t) else t.clone(),
     }
     for words, change in changes.items():
+        if only is not None and words not in only:
+            continue
         new = inputs.changed(change)
         if any(
             a.stride() != b.stride() or b.storage_offset() for a, b in zip(inputs.tensors, new.tensors, strict=True)

@@ -65,6 +65,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     limits.add_argument(
         "--max-seconds", type=float, default=10.0, metavar="S", help="for checks and for times, each (10)"
     )
+    limits.add_argument(
+        "--budget",
+        type=float,
+        metavar="S",
+        help="for everything (27 on a CPU, 55 on a GPU); notes say what is left out",
+    )
     limits.add_argument("--memory", type=float, metavar="GIB", help="memory that a call may allocate")
     limits.add_argument(
         "--sanitize", choices=("memcheck", "racecheck"), help="also run a call under compute-sanitizer, on a GPU"
@@ -86,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         "device": arguments.device,
         "timeout": arguments.timeout,
         "max_seconds": arguments.max_seconds,
+        "budget": arguments.budget,
         "compile_reference": not arguments.no_compile,
         "timed": not arguments.no_times,
         "mutates": arguments.mutates,
@@ -120,7 +127,7 @@ def _refuse_contradictions(arguments: argparse.Namespace) -> None:
             "Give a CANDIDATE and its reference, as in `nearpeak judge candidate.py:softmax --against "
             "reference.py:softmax`, or --suite DIR."
         )
-    for name in ("timeout", "max_seconds", "memory"):
+    for name in ("timeout", "max_seconds", "budget", "memory"):
         value = getattr(arguments, name)
         if value is not None and not 0 < value < 1e6:
             raise UsageError(f"--{name.replace('_', '-')} {value:g}: expected a number above 0.")
