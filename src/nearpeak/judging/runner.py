@@ -147,9 +147,11 @@ class Guard:
 
     def _inspect_handlers(self) -> None:
         """Looks for functions of the candidate that the interpreter calls by itself, whatever runs then."""
-        for name, handler in _handlers().items():
-            if handler != self._handlers[name]:
-                self.saw("INSPECTS_CALLER", f"its function is called {name}, in the middle of the code that calls it")
+        for name, functions in _handlers().items():
+            for function in functions:
+                code = getattr(function, "__code__", None)
+                if function not in self._handlers[name] and not (code and _is_others_code(code.co_filename)):
+                    self.saw("INSPECTS_CALLER", f"it has itself called {name}, in the middle of the code that calls it")
 
     def inspect(self) -> None:
         """Compares what there is now with what there was before the candidate was imported, after each command.
@@ -214,7 +216,8 @@ class Guard:
             elif event in _PROCESS_EVENTS:
                 self.processes_started += self.is_timed
             elif event in _CODE_EVENTS:
-                file = arguments[_CODE_EVENTS[event]]
+                code = arguments[_CODE_EVENTS[event]]
+                file = getattr(code, "co_filename", code)
                 if self._asked_by_candidate() and _is_others_code(file):
                     self.saw(
                         "INSPECTS_CALLER", f"it gave code of its own the name of {Path(file).name}, to hide who asks"
@@ -271,13 +274,13 @@ _PATH_EVENTS = {
 _FRAMES = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 """Attributes from which the frames of callers can be reached."""
 _PROCESS_EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
-_CODE_EVENTS = {"compile": 1, "code.__new__": 1}
-"""Audit events of code that is made, with the position of its file name."""
+_CODE_EVENTS = {"compile": 1, "code.__new__": 1, "exec": 0, "function.__new__": 0}
+"""Audit events of code that is made or run, with the position of its file name or of the code."""
 _WATCHED = {
     *_PATH_EVENTS,
     *_PROCESS_EVENTS,
     *_CODE_EVENTS,
-    *("ctypes.dlsym", "marshal.loads", "sys.monitoring.register_callback", "sys._current_exceptions"),
+    *("ctypes.dlsym", "sys.monitoring.register_callback", "sys._current_exceptions"),
     *("sys._getframe", "sys._current_frames", "sys.setprofile", "sys.settrace", "object.__getattr__"),
     *("gc.get_objects", "gc.get_referrers", "gc.get_referents", "object.__setattr__", "os.kill", "os.killpg"),
 }
@@ -293,9 +296,9 @@ def _charge_for(owner: str, name: str) -> str:
 _SIGNALS = {each.name: each for each in signal.Signals if each in signal.valid_signals()}
 
 
-def _handlers() -> dict[str, Any]:
+def _handlers() -> dict[str, tuple[Any, ...]]:
     """What the interpreter calls by itself: handlers of signals, and functions around a collection of garbage."""
-    handlers = {f"at {name}": signal.getsignal(number) for name, number in _SIGNALS.items()}
+    handlers = {f"at {name}": (signal.getsignal(number),) for name, number in _SIGNALS.items()}
     return {**handlers, "at a collection of garbage": tuple(gc.callbacks)}
 
 
@@ -592,21 +595,25 @@ class Runner:
         tensors = changeable(tensors_in((args, kwargs)))
         originals = [tensor.detach().clone() for tensor in tensors]
 
-        def restore() -> None:
-            with torch.no_grad():
-                for tensor, values in zip(tensors, originals, strict=True):
-                    tensor.copy_(values)
-
         def call() -> Any:
             return self.functions["candidate"](*args, **kwargs)
 
-        turns: list[dict[str, Any]] = []
-        for turn in range(message["turns"]):
-            restore()
-            call()  # so that the listed call is a repetition
-            same = self._work(call)
-            disturb(tensors, turn, message["seed"])
-            turns.append({"same": same, "changed": self._work(call)})
+        position = 0
+
+        def prepare() -> None:
+            nonlocal position
+            turn, is_changed = divmod(position, 2)
+            if is_changed:
+                disturb(tensors, turn, message["seed"])
+            else:
+                with torch.no_grad():
+                    for tensor, values in zip(tensors, originals, strict=True):
+                        tensor.copy_(values)
+                call()  # so that the listed call is a repetition
+            position += 1
+
+        works = self._works(call, 2 * message["turns"], prepare)
+        turns = [{"same": same, "changed": changed} for same, changed in zip(works[::2], works[1::2], strict=True)]
         self.synchronize()
         # The last change stays, and the call is a repetition: what is kept must be the result of these values.
         result = self._call(args, kwargs)
@@ -615,23 +622,34 @@ class Runner:
         )
         return {"turns": turns}
 
-    def _work(self, call: Callable[[], Any]) -> dict[str, list[float]]:
-        """Of one call: by name, the number and the seconds of its kernels on a GPU, or of its operators on a CPU."""
-        totals: dict[str, list[float]] = {}
+    def _works(
+        self, call: Callable[[], Any], calls: int = 1, before: Callable[[], Any] | None = None
+    ) -> list[dict[str, list[float]]]:
+        """Of each call: by name, the number and the seconds of its kernels on a GPU, or of its operators on a CPU."""
         if self.instrument is not None:
-            for kernel in profile_calls(call, 1, synchronize=self.synchronize)[0]:
-                entry = totals.setdefault(kernel.name, [0, 0.0])
-                entry[0] += 1
-                entry[1] += kernel.seconds
-            return totals
-        start = _clock()
+            works = []
+            for kernels in profile_calls(call, calls, before=before, synchronize=self.synchronize):
+                totals: dict[str, list[float]] = {}
+                for kernel in kernels:
+                    entry = totals.setdefault(kernel.name, [0, 0.0])
+                    entry[0] += 1
+                    entry[1] += kernel.seconds
+                works.append(totals)
+            return works
+        return [self._operators(call, before) for _ in range(calls)]
+
+    def _operators(self, call: Callable[[], Any], before: Callable[[], Any] | None) -> dict[str, list[float]]:
+        if before is not None:
+            before()
         with torch.autograd.profiler.profile(use_kineto=True) as profiler:
             start = _clock()
             call()
             wall = _clock() - start
-        for event in profiler.key_averages():
-            if event.self_cpu_time_total > 0 and not event.key.startswith("[memory]"):
-                totals[event.key] = [event.count, event.self_cpu_time_total * 1e-6]
+        totals: dict[str, list[float]] = {
+            event.key: [event.count, event.self_cpu_time_total * 1e-6]
+            for event in profiler.key_averages()
+            if not event.key.startswith("[memory]")
+        }
         rest = wall - sum(seconds for _, seconds in totals.values())
         totals[OUTSIDE] = [1, max(0.0, rest)]
         return totals
@@ -761,9 +779,9 @@ class Runner:
         args, kwargs = self.sets[0]
         function = self.functions["candidate"]
         is_interpreted = _runs_in_interpreter(lambda: function(*args, **kwargs))
-        totals = self._work(lambda: function(*args, **kwargs))
+        (totals,) = self._works(lambda: function(*args, **kwargs))
         return {
-            "kernels": [[name, int(calls), seconds] for name, (calls, seconds) in totals.items()],
+            "kernels": [[name, int(calls), seconds] for name, (calls, seconds) in totals.items() if seconds > 0],
             "interpreted": is_interpreted,
         }
 
