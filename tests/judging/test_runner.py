@@ -1,4 +1,4 @@
-"""What the process of a candidate reports where it needs a GPU: on a device that is made up, with operators on a CPU."""
+"""What a process of a candidate reports where it needs a GPU: on a device made up of operators on a CPU."""
 
 from __future__ import annotations
 

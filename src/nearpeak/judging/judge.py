@@ -76,6 +76,8 @@ SETS = 3
 SETS_BYTES = 256 << 20
 BUDGET_S = {"cpu": 27.0, "cuda": 55.0}
 """Of a judgement: with the import of torch, half a minute on a CPU and a minute on a GPU."""
+MOST_WAITING = 4.0
+"""Budgets that a judgement may take longer because the processes of a busy machine wait for a processor."""
 LEAST_WAIT_S = 10.0
 """A call that takes less has not hung, however little of the budget is left."""
 CHECKS_UNTIL, COMPILED_UNTIL, TIMES_UNTIL = 0.45, 0.5, 0.62
@@ -342,6 +344,8 @@ class _Trial:
         self.deterministic: bool | None = None
         self.bytes_held: float | None = None
         self.last_words = ""
+        self.seconds_of_call = 0.0
+        """Of the last checked call, with its inputs and results."""
         self.relative_on_spikes = 0.0
         self.is_interpreted = False
         self.is_given_right = False
@@ -411,10 +415,10 @@ class _Trial:
         """Seconds until this share of the budget is spent.
 
         On a busy machine, the time in which this process and that of the candidate wait for a processor does not count,
-        up to twice the budget: a machine that is slow must not make the judge blind.
+        up to a limit: it must not make the judge blind.
         """
         waited = waited_seconds(os.getpid()) - self.waited + waited_seconds(self.channel.pid)
-        return self.start + share * (self.budget + min(self.budget, waited)) - time.perf_counter()
+        return self.start + share * (self.budget + min(MOST_WAITING * self.budget, waited)) - time.perf_counter()
 
     @property
     def _patience(self) -> float:
@@ -687,7 +691,8 @@ class _Trial:
             write_tensors(self._path("gradients"), seeds)
             message["gradients"] = self._path("gradients").name
         try:
-            reply = self._ask("call", **message)
+            timed = self._ask_timed("call", **message)
+            reply, self.seconds_of_call = timed.content, timed.seconds
         except CandidateError as error:
             if self.memory_bytes is not None and _is_out_of_memory(error):
                 limit = f"{self.memory_bytes / 2**30:.3g} GiB"
@@ -1124,6 +1129,8 @@ class _Trial:
                     break
                 if is_late and (cache == "cold" or self._left() < LEAST_WAIT_S):
                     self.notes.append(f"The time was up: no times were taken at {_sizes_text(sizes)}.")
+                    self._check_kept(sets, calls, kept)
+                    self._check_clock(None, self.seconds_of_call)
                     return None
                 for name in self.draws.sample(names, len(names)):
                     seed = self.draws.getrandbits(48)
@@ -1263,8 +1270,8 @@ class _Trial:
             environment=_environment(self._instrument()),
         )
 
-    def _check_clock(self, timing: Timing, hot: float) -> float | None:
-        """Calls in a row on the clock of this process; the host time of a call on a GPU."""
+    def _check_clock(self, timing: Timing | None, hot: float) -> float | None:
+        """Calls in a row on the clock of this process, also where no times were taken; the host time on a GPU."""
         assert self.channel is not None
         calls = max(2, min(1000, int(CLOCK_RUN_S / max(hot, 1e-6))))
         self._ask("stage", seed=self.draws.getrandbits(48), calls=2)
@@ -1286,7 +1293,7 @@ class _Trial:
             took = f"{calls} calls took {seen * 1e3:.1f} ms by the system"
             evidence = f"{took}, and {min(claimed) * 1e3:.1f} ms by its own report"
             self._charge("CLOCK_DISAGREES", evidence)
-        if self.device.type == "cpu" and timing.high < 0.4 * seen / calls and seen > 3e-3:
+        if self.device.type == "cpu" and timing is not None and timing.high < 0.4 * seen / calls and seen > 3e-3:
             evidence = (
                 f"a call takes {seen / calls * 1e6:.0f} us by the system with a hot cache, and "
                 f"{timing.seconds * 1e6:.0f} us with a cold one by its own report"
