@@ -46,7 +46,7 @@ def test_the_page_explains_every_exploit_and_names_only_charges():
 
 
 def test_the_corpus_is_as_large_as_it_says():
-    assert len(exploits()) >= 30 and len(bugs()) == 60 and len(honest()) >= 400 and len(tasks()) == 3
+    assert len(exploits()) >= 55 and len(bugs()) == 60 and len(honest()) >= 400 and len(tasks()) == 3
 
 
 def test_a_charge_has_a_name_of_the_table():
@@ -100,6 +100,10 @@ def test_last_words_are_kept(folder):
     assert "SIGABRT" in judgement.charges[0].evidence and "I am dying" in judgement.last_words
 
 
+NEEDS_TIMES = (
+    *("right_when_new", "patched_clock", "clock_by_ctypes", "skips_sometimes", "time_of_day"),
+    *("forked_call", "worker_process"),
+)
 CHEAP = ("patched_checker", "lazy_tensor", "forged_report")
 
 
@@ -108,17 +112,34 @@ CHEAP = ("patched_checker", "lazy_tensor", "forged_report")
     [
         pytest.param(entry, id=entry.name, marks=pytest.mark.slow if entry.name in CHEAP else pytest.mark.exhaustive)
         for entry in exploits()
-        if not entry.needs_gpu
+        if not entry.needs_gpu and entry.needs_python <= sys.version_info[:2]
     ],
 )
 def test_an_exploit_is_caught_and_named(entry):
-    needs_times = entry.name in ("right_when_new", "patched_clock")
+    needs_times = entry.name in NEEDS_TIMES
     judgement = judge(
         entry.candidate, against=entry.reference, compile_reference=False, **{**QUICK, "timed": needs_times}
     )
     charges = [charge.name for charge in judgement.charges]
     row = {"expected": entry.charges, "charges": charges, "right": judgement.is_right}
     assert is_met(row), judgement.charges
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_spent_says_what_was_left_out(folder):
+    judgement = judged(folder, "time.sleep(0.05)\n    return x * 2", budget=0.5, max_seconds=60)
+    assert judgement.is_accepted and {check.kind for check in judgement.checks} >= {"given", "sequence"}
+    assert any("were made: 1 of given" in note for note in judgement.notes)
+    assert any("were not compared with others" in note for note in judgement.notes)
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_before_the_call_returns_is_no_escape(folder):
+    body = (
+        "__import__('subprocess').run(['true'], check=True) if x.shape == (16, 32) and time else None\n    return x * 2"
+    )
+    judgement = judged(folder, f"global time\n    {body.replace('return', 'time = None; return')}", timed=True)
+    assert judgement.charges == ()
 
 
 @pytest.mark.slow

@@ -70,3 +70,15 @@ def test_a_draw_follows_its_seed(tmp_path):
 def test_a_file_without_inputs_says_what_to_write(tmp_path):
     with pytest.raises(CaseError, match="def inputs"):
         task(tmp_path, PARAMETERS.replace("def inputs", "def draw_them"))
+
+
+def test_draws_that_are_all_the_same_get_factors(tmp_path):
+    seeded = task(
+        tmp_path, PARAMETERS.replace("    return torch.randn", "    torch.manual_seed(1)\n    return torch.randn")
+    )
+    given = seeded.draw(5)
+    assert seeded.scale_constants(given, 6)
+    first, second = (seeded.draw(seed).tensors[0] for seed in (7, 8))
+    assert not torch.equal(first, second) and not torch.equal(first, given.tensors[0])
+    drawn = task(tmp_path, PARAMETERS)
+    assert not drawn.scale_constants(drawn.draw(5), 6)

@@ -76,6 +76,7 @@ class Channel:
                 self._process: Process = _server_process(arguments, descriptors)
             else:
                 self._process = _own_process(prefix, arguments, descriptors)
+        self._server_waited = self._server_seconds()
         os.close(commands_read)
         os.close(replies_write)
         self._buffer = b""
@@ -160,6 +161,14 @@ class Channel:
         except (OSError, ValueError, IndexError):
             return None
         return ran * 1e-9, waited * 1e-9
+
+    def waited_seconds(self) -> float:
+        """Time in which the process, and the one that forked it, waited for a processor since this was made."""
+        return waited_seconds(self.pid) + self._server_seconds() - self._server_waited
+
+    def _server_seconds(self) -> float:
+        """Time in which the process that forks waited for a processor."""
+        return waited_seconds(self._process.server.process.pid) if isinstance(self._process, _ForkedProcess) else 0.0
 
     def child_seconds(self) -> float:
         """Processor time of the processes that it started: those that ended and were waited for, and those there are.

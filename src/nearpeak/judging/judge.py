@@ -80,8 +80,8 @@ MOST_WAITING = 4.0
 """Budgets that a judgement may take longer because the processes of a busy machine wait for a processor."""
 LEAST_WAIT_S = 10.0
 """A call that takes less has not hung, however little of the budget is left."""
-CHECKS_UNTIL, COMPILED_UNTIL, TIMES_UNTIL = 0.45, 0.5, 0.62
-"""Shares of the budget after which no check of values and no block is begun. What is left suffices for a call
+PROBES_UNTIL, CHECKS_UNTIL, COMPILED_UNTIL, TIMES_UNTIL = 0.25, 0.45, 0.5, 0.62
+"""Shares of the budget after which no probe, no check of values and no block is begun. What is left suffices for a call
 that hangs then, and for the looks at the process that end every judgement."""
 FEWEST_CHECKS = 60
 """They are made where the seconds for checks are up, and the budget is not."""
@@ -106,6 +106,8 @@ FEWEST_CHECKED = 4
 KEPT_BYTES = 1 << 30
 RANDOM_SHARE = 0.1
 """Of the values of a reference, by which it may differ from itself."""
+LONG_CALL_S = 0.05
+"""A call whose time says what it does: what launches and copies take is little of it."""
 WORK_TURNS = 4
 """Pairs of calls whose kernels are listed."""
 FASTER_ON_SAME = 0.6
@@ -333,6 +335,8 @@ class _Trial:
     ) -> None:
         self.start, self.budget, self.waited = time.perf_counter(), budget, waited_seconds(os.getpid())
         self.channel: Channel
+        self._waited_by_others = 0.0
+        """Seconds in which the process of the reference waited for a processor, until it had imported it."""
         self.candidate, self.against, self.inputs_name = candidate, against, inputs
         self.sizes, self.device, self.folder, self.timeout = sizes, device, folder, timeout
         self.max_seconds, self.mutates, self.draws, self.say = max_seconds, mutates, draws, say
@@ -412,11 +416,11 @@ class _Trial:
     def _left(self, share: float = 1.0) -> float:
         """Seconds until this share of the budget is spent.
 
-        On a busy machine, the time in which this process and that of the candidate wait for a processor does not count,
-        up to a limit: it must not make the judge blind.
+        On a busy machine, the time in which this process and those that it waits for wait for a processor does not
+        count, up to a limit: it must not make the judge blind.
         """
-        waited = waited_seconds(os.getpid()) - self.waited + waited_seconds(self.channel.pid)
-        return self.start + share * (self.budget + min(MOST_WAITING * self.budget, waited)) - time.perf_counter()
+        waited = self._waited_by_others + self.channel.waited_seconds() + waited_seconds(os.getpid()) - self.waited
+        return self.start + share * self.budget + min(MOST_WAITING * self.budget, waited) - time.perf_counter()
 
     @property
     def _patience(self) -> float:
@@ -891,6 +895,9 @@ class _Trial:
         draws = [("MEMOIZED", self.draws.getrandbits(48), "inputs that came before")]
         draws += [("INPUTS_RECOGNIZED", seed, f"what torch.manual_seed({seed}) draws") for seed in KNOWN_SEEDS]
         for charge, seed, words in draws:
+            if self._left(PROBES_UNTIL) <= 0:
+                self.notes.append(f"The time was up: calls on {words} were not compared with others.")
+                continue
             inputs = self.task.draw(seed, **self.sizes[0])
             outputs = self._path("probe")
             message = {"inputs": self._file("inputs", inputs), "outputs": outputs.name}
@@ -911,16 +918,26 @@ class _Trial:
                 same, changed = (median(reply[name]) * 1e6 for name in ("same", "changed"))
                 self._charge(charge, f"{same:.0f} us on {words}, {changed:.0f} us with one element changed")
                 continue
-            turns = self._ask("work", seed=change, turns=WORK_TURNS, **message)["turns"]
-            self._check_changed(self._read(outputs), inputs, "two elements of the inputs were exchanged in place")
-            if evidence := _missing_work(turns):
-                self._charge(charge, f"on {words} {evidence}")
+            if median(reply["changed"]) < LONG_CALL_S:
+                self._probe_work(charge, inputs, words, {**message, "seed": change})
         self._load_sets(self.channel, self.sizes[0])
         sizes = self._ask("held", calls=6, seed=self.draws.getrandbits(32))["bytes"]
         self.bytes_held = float(max(0, sizes[-1] - sizes[0])) if sizes else None
         steps = [b - a for a, b in itertools.pairwise(sizes[1:])]
         if steps and min(steps) > 0:
             self._charge("MEMOIZED", f"every call keeps {min(steps)} bytes more of tensors")
+
+    def _probe_work(self, charge: str, inputs: Inputs, words: str, message: dict[str, Any]) -> None:
+        """The same by the kernels of a call: in short calls, launches and copies take longer than the work."""
+        try:
+            turns = self._ask("work", turns=WORK_TURNS, **message)["turns"]
+        except CandidateError as error:
+            self.notes.append(f"The kernels of calls cannot be compared: {error}")
+            return
+        content = self._read(self._path(message["outputs"]))
+        self._check_changed(content, inputs, "two elements of the inputs were exchanged in place")
+        if evidence := _missing_work(turns):
+            self._charge(charge, f"on {words} {evidence}")
 
     def _accepts_changes(self, inputs: Inputs, seed: int) -> bool:
         """Whether the reference runs on the inputs of a probe, each with another element changed."""
@@ -1042,6 +1059,7 @@ class _Trial:
             self._ask_rival("import", file=path, function=name, guarded=False, reference="", model=model)
         except _RivalEnded as end:
             raise CaseError(f"{self.against} cannot be imported in the process that times it: {end}.") from None
+        self._waited_by_others += self.rival_channel.waited_seconds()
         self.rival_privileges = _privileges(self.rival_channel.pid)
 
     def _begin_rivals(self, compile_reference: bool) -> None:
