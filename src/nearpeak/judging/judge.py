@@ -1291,16 +1291,19 @@ class _Trial:
         if hot is None:
             hot = self._ask_timed("run", name="candidate", calls=2).seconds / 2
         calls = max(2, min(1000, int(CLOCK_RUN_S / max(hot, 1e-6))))
-        claimed, passed, empty, ran, enqueue = [], [], [], [], []
+        claimed, passed, empty, ran, enqueue, children = [], [], [], [], [], []
         for _ in range(3):
-            before = self.channel.processor_seconds()
+            before, worked = self.channel.processor_seconds(), self.channel.child_seconds()
             reply = self._ask_timed("run", name="candidate", calls=calls)
             after = self.channel.processor_seconds()
             ran.append(math.inf if before is None or after is None else after[0] - before[0])
+            children.append(self.channel.child_seconds() - worked)
             claimed.append(float(reply.content["seconds"]))
             enqueue.append(float(reply.content["enqueue"]) / calls)
             passed.append(reply.seconds)
             empty.append(self._ask_timed("run", name="candidate", calls=0).seconds)
+        if sum(children) > max(2 * LEAST_CHILD_S, CHILD_SHARE * sum(ran)):
+            self._charge("WORK_ESCAPES", f"processes that it started worked for {sum(children):.2g} s of its calls")
         seen = min(passed) - min(empty)
         if self.device.type == "cpu":
             # Where other programs run, a process waits for its turn: only the time that it ran speaks against it.
