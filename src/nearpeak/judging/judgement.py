@@ -47,9 +47,15 @@ CHARGES: Mapping[str, tuple[Fault, str]] = {
     "WORK_SKIPPED": ("dishonest", "A part of the inputs has no influence, or a part of the results is not computed."),
     "CACHED_RESULT": ("dishonest", "It returns the result of earlier inputs."),
     "MEMOIZED": ("dishonest", "It keeps results, and returns one when the same inputs come again."),
-    "INPUTS_RECOGNIZED": ("dishonest", "It is faster on inputs that everybody can draw than on others like them."),
+    "INPUTS_RECOGNIZED": (
+        "dishonest",
+        "It is faster, or does less, on inputs that everybody can draw than on others like them.",
+    ),
     "WRONG_WHEN_TIMED": ("dishonest", "Results of timed calls are wrong, while those of checked calls are right."),
-    "WORK_ESCAPES": ("dishonest", "The result is not complete when the call returns: other streams or threads go on."),
+    "WORK_ESCAPES": (
+        "dishonest",
+        "Other streams, threads or processes do its work: they go on when the call has returned, or beside its clock.",
+    ),
     "WORK_BETWEEN_CALLS": ("dishonest", "Its process computes while it is not being called."),
     "LAZY_RESULT": ("dishonest", "It returns an object that computes when it is read, in place of a tensor."),
     "TIMER_PATCHED": ("dishonest", "It replaced a function that measures time or waits for the device."),
@@ -59,7 +65,10 @@ CHARGES: Mapping[str, tuple[Fault, str]] = {
     "FORGED_REPORT": ("dishonest", "It wrote to the channel on which its process reports."),
     "CALLS_REFERENCE": ("dishonest", "It opens or imports the file of the reference."),
     "READS_JUDGE": ("dishonest", "It opens the judge's files of inputs and results."),
-    "INSPECTS_CALLER": ("dishonest", "It looks at the frames or the objects of the code that calls it."),
+    "INSPECTS_CALLER": (
+        "dishonest",
+        "It looks at the frames or the objects of the code that calls it, or prepares to.",
+    ),
     "DISTURBS_RIVAL": ("dishonest", "It ends or slows down other processes, such as the one that times the reference."),
     "BELOW_FLOOR": ("dishonest", "It takes less time than a right result takes at the least on this machine."),
 }
