@@ -170,6 +170,11 @@ class Channel:
         """Time in which the process that forks waited for a processor."""
         return waited_seconds(self._process.server.process.pid) if isinstance(self._process, _ForkedProcess) else 0.0
 
+    def has_children(self) -> bool:
+        """Whether it has started processes that are there, or that it waited for."""
+        times, children = _process_times()
+        return bool(children.get(self.pid)) or times.get(self.pid, (0.0, 0.0))[1] > 0
+
     def child_seconds(self) -> float:
         """Processor time of the processes that it started: those that ended and were waited for, and those there are.
 

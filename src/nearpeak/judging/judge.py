@@ -91,8 +91,8 @@ MOST_BLOCKS = 40
 CLOCK_RUN_S = 0.03
 IDLE_S = 0.2
 BUSY_SHARE = 0.6
-LEAST_CHILD_S, CHILD_SHARE = 0.015, 0.25
-"""Processor time of processes that a candidate started, over the time of its timed calls, at which they do its work."""
+CHILD_RUN_S, CHILD_SHARE = 0.5, 0.08
+"""Calls in a row beside which processes that it started may work, and the share of all work that they may do."""
 LATE_S = (0.5, 1.0, 2.0)
 """Between the looks at a wrong result: other processes may need as long to write into it, on a busy machine."""
 PROBES, MORE_PROBES = 5, 15
@@ -898,7 +898,8 @@ class _Trial:
             if self._left(PROBES_UNTIL) <= 0:
                 self.notes.append(f"The time was up: calls on {words} were not compared with others.")
                 continue
-            inputs = self.task.draw(seed, **self.sizes[0])
+            is_known = charge == "INPUTS_RECOGNIZED" and self.task.is_constant
+            inputs = self.given if is_known else self.task.draw(seed, **self.sizes[0])
             outputs = self._path("probe")
             message = {"inputs": self._file("inputs", inputs), "outputs": outputs.name}
             change = self.draws.getrandbits(32)
@@ -1132,7 +1133,6 @@ class _Trial:
         calls = 3 if self.device.type == "cpu" else max(2, min(8, int(SETS_BYTES / max(1, total))))
         names = ["candidate", *rivals]
         series: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        self.children: list[tuple[float, float]] = []
         kept: list[_KeptBlock] = []
         deadline = time.perf_counter() + self.max_seconds / (2 * len(self.sizes))
         for cache, least, most in (("cold", FEWEST_BLOCKS, MOST_BLOCKS), ("hot", 5, 8)):
@@ -1161,7 +1161,7 @@ class _Trial:
                 if rounds > least and time.perf_counter() > deadline:
                     break
         self._check_kept(sets, calls, kept)
-        self._check_children(series)
+        self._check_started(series)
         hot = {name: median([block["seconds"] for block in series[name, "hot"]]) for name in names}
         timings = {name: self._timing(name, series[name, "cold"]) for name in names}
         enqueue = self._check_clock(timings["candidate"], hot["candidate"])
@@ -1197,10 +1197,7 @@ class _Trial:
         if name != "candidate":
             return self._ask_rival("block", **message)
         try:
-            before = self.channel.child_seconds()
-            reply = self._ask("block", **message)
-            self.children.append((self.channel.child_seconds() - before, calls * float(reply["seconds"])))
-            return reply
+            return self._ask("block", **message)
         except CandidateError as error:
             self._charge("RAISED", f"in a timed call: {error}")
             return None
@@ -1235,26 +1232,30 @@ class _Trial:
                 if not right:
                     self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
 
-    def _check_children(self, series: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> None:
-        """Whether processes that it started work while its calls are timed, from the first blocks to the last.
+    def _check_children(self, calls: int) -> None:
+        """Whether processes that it started work while it is called, in each of two runs.
 
         A compiler that an early call starts is done then; its processes wait without work for more of it.
         """
-        middle = (1 + len(self.children)) // 2
-        halves = []
-        for part in (self.children[1:middle], self.children[middle:]):  # the first block warms up
-            worked, took = (sum(each[i] for each in part) for i in range(2))
-            halves.append((worked > max(LEAST_CHILD_S, CHILD_SHARE * took), worked, took))
-        if all(is_much for is_much, _, _ in halves):
-            worked, took = (sum(each[i] for each in halves) for i in (1, 2))
-            evidence = f"processes that it started worked for {worked:.2g} s while its timed calls took {took:.2g} s"
+        shares = []
+        for _ in range(2):
+            own, children = self.channel.processor_seconds(), self.channel.child_seconds()
+            self._ask_timed("run", name="candidate", calls=calls)
+            after = self.channel.processor_seconds()
+            if own is None or after is None:
+                return
+            worked = self.channel.child_seconds() - children
+            shares.append(worked / max(1e-9, worked + after[0] - own[0]))
+        if min(shares) > CHILD_SHARE:
+            evidence = f"processes that it started did {100 * min(shares):.0f} % of the work of {calls} calls"
             self._charge("WORK_ESCAPES", evidence)
-        for cache in ("cold", "hot"):
-            started = [int(block.get("processes", 0)) for block in series["candidate", cache]]
-            if sum(map(bool, started)) > len(started) / 2:
-                self._charge(
-                    "WORK_ESCAPES", f"it started {sum(started)} processes in {len(started)} blocks of timed calls"
-                )
+
+    def _check_started(self, series: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> None:
+        """Whether it starts processes in timed calls, which may end unseen."""
+        started = [int(block.get("processes", 0)) for cache in ("cold", "hot") for block in series["candidate", cache]]
+        if sum(map(bool, started)) > len(started) / 2:
+            evidence = f"it started {sum(started)} processes in {len(started)} blocks of timed calls"
+            self._charge("WORK_ESCAPES", evidence)
 
     def _timing(self, name: str, blocks: list[dict[str, Any]]) -> Timing:
         options = Options(confidence=0.95)
@@ -1291,19 +1292,18 @@ class _Trial:
         if hot is None:
             hot = self._ask_timed("run", name="candidate", calls=2).seconds / 2
         calls = max(2, min(1000, int(CLOCK_RUN_S / max(hot, 1e-6))))
-        claimed, passed, empty, ran, enqueue, children = [], [], [], [], [], []
+        claimed, passed, empty, ran, enqueue = [], [], [], [], []
         for _ in range(3):
-            before, worked = self.channel.processor_seconds(), self.channel.child_seconds()
+            before = self.channel.processor_seconds()
             reply = self._ask_timed("run", name="candidate", calls=calls)
             after = self.channel.processor_seconds()
             ran.append(math.inf if before is None or after is None else after[0] - before[0])
-            children.append(self.channel.child_seconds() - worked)
             claimed.append(float(reply.content["seconds"]))
             enqueue.append(float(reply.content["enqueue"]) / calls)
             passed.append(reply.seconds)
             empty.append(self._ask_timed("run", name="candidate", calls=0).seconds)
-        if sum(children) > max(2 * LEAST_CHILD_S, CHILD_SHARE * sum(ran)):
-            self._charge("WORK_ESCAPES", f"processes that it started worked for {sum(children):.2g} s of its calls")
+        if self.channel.has_children():
+            self._check_children(max(2, min(1000, int(CHILD_RUN_S / max(hot, 1e-6)))))
         seen = min(passed) - min(empty)
         if self.device.type == "cpu":
             # Where other programs run, a process waits for its turn: only the time that it ran speaks against it.
