@@ -1232,6 +1232,15 @@ class _Trial:
                 if not right:
                     self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
 
+    def _seconds_of_call(self) -> float:
+        """About what a call takes; on a CPU the time in which it ran, which a busy machine does not lengthen."""
+        before = self.channel.processor_seconds()
+        seconds = self._ask_timed("run", name="candidate", calls=4).seconds / 4
+        after = self.channel.processor_seconds()
+        if self.device.type != "cpu" or before is None or after is None:
+            return seconds
+        return min(seconds, (after[0] - before[0]) / 4)
+
     def _check_children(self, calls: int) -> None:
         """Whether processes that it started work while it is called, in each of two runs.
 
@@ -1290,7 +1299,7 @@ class _Trial:
         """Calls in a row on the clock of this process, also where no times were taken; the host time on a GPU."""
         self._ask("stage", seed=self.draws.getrandbits(48), calls=2)
         if hot is None:
-            hot = self._ask_timed("run", name="candidate", calls=2).seconds / 2
+            hot = self._seconds_of_call()
         calls = max(2, min(1000, int(CLOCK_RUN_S / max(hot, 1e-6))))
         claimed, passed, empty, ran, enqueue = [], [], [], [], []
         for _ in range(3):
