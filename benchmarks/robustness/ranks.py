@@ -130,6 +130,13 @@ def _named(late: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 def summary(what: str, rows: Sequence[dict[str, Any]]) -> str:
     """What the rows come to."""
+    if what.startswith("folder"):
+        (row,) = rows
+        return (
+            f"{row['ranks']} traces, {row['bytes'] / 1e6:,.0f} MB, written in {row['written_s']:.0f} s: read in "
+            f"{row['wall_s']:.1f} s with {row['processor_s']:.1f} s of processors and "
+            f"{row['resident_bytes'] / 2**30:.2f} GiB in all processes, exit code {row['exit_code']}"
+        )
     if what == "clean":
         return f"{len(rows)} clean runs: {sum(bool(row['named']) for row in rows)} with an accusation"
     if what == "faults":
@@ -152,7 +159,7 @@ def summary(what: str, rows: Sequence[dict[str, Any]]) -> str:
 
 def write_trace(path: Path, rank: int, ranks: int, megabytes: float, late_rank: int) -> None:
     """A made-up trace of a data-parallel rank with NCCL; one rank is late by its input."""
-    dims = '"Input Dims": [[4096, 4096], [4096, 4096]], "Input Strides": [[4096, 1], [4096, 1]], '
+    dims = '"Input Dims": [[1024, 1024], [1024, 1024]], "Input Strides": [[1024, 1], [1024, 1]], '
     types = '"Input type": ["c10::BFloat16", "c10::BFloat16"], "Concrete Inputs": ["", ""]'
     steps = 6
     per_step = max(8, int(megabytes * 1e6 / steps / 770))
@@ -208,24 +215,46 @@ def write_trace(path: Path, rank: int, ranks: int, megabytes: float, late_rank: 
     path.write_text(f'{{{head}, {device}, "traceEvents": [\n' + ",\n".join(events) + "\n]}")
 
 
-def folder(arguments: argparse.Namespace) -> None:
-    """Writes a folder of traces and reads it."""
+def folder(ranks: int, megabytes: float) -> dict[str, Any]:
+    """Writes a folder of traces, and reads it: seconds, processor seconds and memory of all processes together."""
     with tempfile.TemporaryDirectory() as name:
-        for rank in range(arguments.ranks):
-            write_trace(
-                Path(name) / f"rank{rank}.json", rank, arguments.ranks, arguments.megabytes, arguments.ranks // 3
-            )
-        size = sum(file.stat().st_size for file in Path(name).iterdir())
         begun = time.monotonic()
-        command = [sys.executable, "-m", "nearpeak", "profile", "--trace", name]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        took = time.monotonic() - begun
+        for rank in range(ranks):
+            write_trace(Path(name) / f"rank{rank}.json", rank, ranks, megabytes, ranks // 3)
+        size, written_s = sum(file.stat().st_size for file in Path(name).iterdir()), time.monotonic() - begun
+        begun = time.monotonic()
+        command = [sys.executable, "-m", "nearpeak", "profile", "--no-keep", "--trace", name]
+        with (Path(name) / "report.txt").open("w+") as report:
+            process = subprocess.Popen(command, stdout=report)
+            largest = 0
+            while process.poll() is None:
+                largest = max(largest, resident_bytes(process.pid))
+                time.sleep(0.2)
+            wall_s = time.monotonic() - begun
+            report.seek(0)
+            print(report.read())
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        print(ended.stdout, ended.stderr[-2000:], sep="\n")
-        print(
-            f"{arguments.ranks} traces, {size / 1e6:,.0f} MB: {took:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of "
-            f"processors, largest process {used.ru_maxrss / 2**20:.2f} GiB"
-        )
+    return {
+        "ranks": ranks,
+        "bytes": size,
+        "written_s": written_s,
+        "exit_code": process.returncode,
+        "wall_s": wall_s,
+        "processor_s": used.ru_utime + used.ru_stime,
+        "resident_bytes": largest,
+    }
+
+
+def resident_bytes(pid: int) -> int:
+    """The memory of a process and its children, with pages that they share counted for each; 0 if it is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        children = [
+            int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+        ]
+    except OSError:
+        return 0
+    return pages * resource.getpagesize() + sum(map(resident_bytes, children))
 
 
 def main() -> None:
@@ -239,7 +268,10 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=20.0)
     wanted = parser.parse_args()
     if wanted.what == "folder":
-        folder(wanted)
+        row = folder(wanted.ranks, wanted.megabytes)
+        if wanted.json:
+            write_result(wanted.json, f"folder of {wanted.ranks} ranks", [row])
+        print(summary("folder", [row]))
         return
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:

@@ -129,3 +129,21 @@ def test_missing_ranks_are_named():
 def test_a_report_is_json_and_back():
     (report, *_) = made_ranks(count=1, steps=2)
     assert from_json(RankReport, to_json(report)) == report
+
+
+def test_the_work_of_an_analysis_grows_with_its_ranks_and_not_with_their_square():
+    def calls(count):
+        reports, seen = made_ranks(count, own=late_rank("input"), jitter=1e-4), 0
+
+        def see(frame, event, argument):
+            nonlocal seen
+            seen += event == "call"
+
+        sys.setprofile(see)
+        try:
+            analyze_job(reports, count)
+        finally:
+            sys.setprofile(None)
+        return seen
+
+    assert calls(64) < 5 * calls(16)

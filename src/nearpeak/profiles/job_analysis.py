@@ -17,6 +17,7 @@ the same place. The replay of the unchanged job must take as long as the job did
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -199,19 +200,24 @@ class _Lateness:
         # Where the time is known that other work took from a rank, what is left of its own is exact. Its arrivals
         # are not: a rank that waits for a processor is last as well.
         is_exact = all(step.preempted_s is not None for rank in self._ranks for step in steps[rank])
+        self._ordered = {
+            step: sorted(self._own[rank, step] for rank in self._ranks if (rank, step) in self._own)
+            for step in joined.common
+        }
         self._late = {
             key: max(0.0, excess if is_exact else min(self._caused[key], excess))
-            for key, own in self._own.items()
-            if (excess := own - self._of_others(key, self._own)) is not None
+            for key in self._own
+            for excess in [self._excess(*key)]
         }
 
     def waited(self, rank: int, step: int) -> float:
         """The time from the arrivals of a rank to those of the last one."""
         return self._waited[rank, step]
 
-    def _of_others(self, key: tuple[int, int], values: Mapping[tuple[int, int], float]) -> float:
-        rank, step = key
-        return median([values[other, step] for other in self._ranks if other != rank] or [0.0])
+    def _excess(self, rank: int, step: int) -> float:
+        """The own time of a rank beyond that of the others."""
+        own = self._own[rank, step]
+        return own - _median_of_others(self._ordered[step], own)
 
     def late_ranks(self) -> tuple[LateRank, ...]:
         """The ranks that stand out of the spread between steps and ranks, the latest first."""
@@ -232,7 +238,7 @@ class _Lateness:
         """The scatter of a rank's own time around its usual excess, of the usual rank."""
         spreads = []
         for rank in self._ranks:
-            excess = [self._own[rank, step] - self._of_others((rank, step), self._own) for step in self._joined.common]
+            excess = [self._excess(rank, step) for step in self._joined.common]
             middle = median(excess)
             spreads.append(1.48 * median([abs(value - middle) for value in excess]))
         return median(spreads)
@@ -593,16 +599,22 @@ class _Model:
         """Seconds that each collective took once it could begin."""
         self._before: dict[int, int] = {}
         """The collective before each one in its group, if it was still running when all ranks had called this one."""
+        self._ends = [join.end for join in joined.joins]
         last: dict[tuple[str, int], int] = {}
         for number, join in enumerate(joined.joins):
             lane = join.facts.group, join.facts.stream
             start = join.start
-            if lane in last and joined.joins[last[lane]].end > start:
+            if lane in last and self._ends[last[lane]] > start:
                 self._before[number] = last[lane]
-                start = joined.joins[last[lane]].end
+                start = self._ends[last[lane]]
             last[lane] = number
-            self._service[number] = max(0.0, join.end - start)
-        self._medians: dict[tuple[int, int, int, str], float] = {}
+            self._service[number] = max(0.0, self._ends[number] - start)
+        parts = {
+            (rank, step.number): _seconds_between_calls(step) for rank, steps in self._steps.items() for step in steps
+        }
+        self._between_calls = {key: rows for key, (rows, _) in parts.items()}
+        self._calls_before = {key: counts for key, (_, counts) in parts.items()}
+        self._sorted: dict[tuple[int, int | None, int | None, int], list[float]] = {}
 
     @property
     def measured_s(self) -> float:
@@ -620,16 +632,12 @@ class _Model:
         programs = {rank: self._program(rank) for rank in self._steps}
         places = dict.fromkeys(programs, 0)
         arrived: dict[int, float] = {}
-        waiting_for = {
-            number: sum(1 for rank in join.arrivals)
-            for number, join in enumerate(joined.joins)
-            if number in self._called
-        }
+        waiting_for = {number: len(joined.joins[number].arrivals) for number in self._called}
         ends: dict[int, float] = {}
 
         def end_of(number: int) -> float | None:
             if number not in self._called:  # it was called before the first of these steps
-                return joined.joins[number].end
+                return self._ends[number]
             if number in ends:
                 return ends[number]
             if waiting_for[number]:
@@ -656,7 +664,7 @@ class _Model:
                         end = end_of(number)
                         if end is None:
                             break
-                        tail = max(0.0, joined.joins[number].ends[rank] - joined.joins[number].end) + segment.after_s
+                        tail = max(0.0, joined.joins[number].ends[rank] - self._ends[number]) + segment.after_s
                         clocks[rank] += work(rank, step, index)
                         clocks[rank] = max(clocks[rank], end + tail) if end > clocks[rank] - tail else clocks[rank]
                     else:
@@ -697,39 +705,52 @@ class _Model:
 
     def _usual(self, rank: int, step: RankStep, index: int, place: int) -> float:
         """The seconds of an activity in the same segment of other ranks; by share, where those have other segments."""
-        key = rank, step.number, index, ACTIVITIES[place]
-        if key not in self._medians:
-            others = [
-                other
-                for each, steps in self._steps.items()
-                if each != rank
-                for other in steps
-                if other.number == step.number
-            ]
-            events = [segment.event for segment in step.segments if segment.event != "wait"]
-            same = [
-                other
-                for other in others
-                if [segment.event for segment in other.segments if segment.event != "wait"] == events
-            ]
-            calls = sum(segment.event != "wait" for segment in step.segments[:index])
-            mine = _between_calls(step, calls, place)
-            if same:
-                theirs = median([_between_calls(other, calls, place) for other in same])
-            else:
-                total = sum(segment.seconds[place] for segment in step.segments)
-                usual = median([sum(segment.seconds[place] for segment in other.segments) for other in others])
-                theirs = mine * min(1.0, usual / total) if total > 0.0 else 0.0
-            share = min(1.0, theirs / mine) if mine > 0.0 else 1.0
-            self._medians[key] = step.segments[index].seconds[place] * share
-        return self._medians[key]
+        rows, calls = self._between_calls[rank, step.number], self._calls_before[rank, step.number][index]
+        mine = rows[calls][place]
+        if mine <= 0.0:
+            return step.segments[index].seconds[place]
+        same = self._ordered(step.number, len(rows), calls, place)
+        if len(same) > 1:
+            share = _median_of_others(same, mine) / mine
+        else:
+            total = sum(row[place] for row in rows)
+            share = _median_of_others(self._ordered(step.number, None, None, place), total) / total
+        return step.segments[index].seconds[place] * min(1.0, share)
+
+    def _ordered(self, step: int, rows: int | None, calls: int | None, place: int) -> list[float]:
+        """The seconds of an activity of all ranks, in order: after so many calls on ranks with so many `rows` in this
+        step, or in the whole step."""
+        key = step, rows, calls, place
+        if key not in self._sorted:
+            self._sorted[key] = sorted(
+                sum(row[place] for row in theirs) if calls is None else theirs[calls][place]
+                for theirs in (self._between_calls[rank, step] for rank in self._steps)
+                if rows in (None, len(theirs))
+            )
+        return self._sorted[key]
 
 
-def _between_calls(step: RankStep, calls: int, place: int) -> float:
-    """The seconds of an activity after so many calls of collectives, up to the next one."""
-    total, seen = 0.0, 0
+def _seconds_between_calls(step: RankStep) -> tuple[list[list[float]], list[int]]:
+    """The seconds of each activity between calls of collectives, and of each segment the calls before it."""
+    rows, calls_before = [[0.0] * len(ACTIVITIES)], []
     for segment in step.segments:
-        if seen == calls:
-            total += segment.seconds[place]
-        seen += segment.event != "wait"
-    return total
+        calls_before.append(len(rows) - 1)
+        for place, seconds in enumerate(segment.seconds):
+            rows[-1][place] += seconds
+        if segment.event != "wait":
+            rows.append([0.0] * len(ACTIVITIES))
+    return rows, calls_before
+
+
+def _median_of_others(ordered: Sequence[float], own: float) -> float:
+    """The median of the values without one that is `own`; 0 if there is no other.
+
+    >>> _median_of_others([1.0, 2.0, 5.0, 9.0], 2.0), _median_of_others([1.0, 2.0, 6.0], 1.0)
+    (5.0, 4.0)
+    """
+    count = len(ordered) - 1
+    if count < 1:
+        return 0.0
+    left_out = bisect_left(ordered, own)
+    low, high = ((place + (place >= left_out)) for place in ((count - 1) // 2, count // 2))
+    return (ordered[low] + ordered[high]) / 2

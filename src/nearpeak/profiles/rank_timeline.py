@@ -15,7 +15,7 @@ from typing import Literal
 
 from nearpeak._records import Amount, Count, Rate, Seconds, SignedSeconds
 from nearpeak.ops.fast_init import fast_init
-from nearpeak.profiles.waterfall import Interval, merge_intervals
+from nearpeak.profiles.waterfall import Interval
 
 Activity = Literal["ops", "input", "garbage collection", "launching", "python", "communication"]
 ACTIVITIES: tuple[Activity, ...] = ("ops", "input", "garbage collection", "launching", "python", "communication")
@@ -123,27 +123,30 @@ class RankTimeline:
     """What is missing of it."""
 
 
-def subtract_intervals(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The parts of intervals that are in none of the others; both are disjoint and in order.
+def split_intervals(intervals: Sequence[Interval], others: Sequence[Interval]) -> tuple[list[Interval], list[Interval]]:
+    """The parts of intervals that are in one of the others, and those that are in none; both are disjoint and in order.
 
-    >>> subtract_intervals([(0.0, 4.0), (5.0, 9.0)], [(3.0, 6.0), (7.0, 8.0)])
-    [(0.0, 3.0), (6.0, 7.0), (8.0, 9.0)]
+    >>> split_intervals([(0.0, 4.0), (5.0, 9.0)], [(3.0, 6.0), (7.0, 8.0)])
+    ([(3.0, 4.0), (5.0, 6.0), (7.0, 8.0)], [(0.0, 3.0), (6.0, 7.0), (8.0, 9.0)])
     """
-    left: list[Interval] = []
-    position = 0
+    inside: list[Interval] = []
+    outside: list[Interval] = []
+    count, position = len(others), 0
     for start, end in intervals:
-        while position < len(others) and others[position][1] <= start:
+        while position < count and others[position][1] <= start:
             position += 1
         place = position
-        while place < len(others) and others[place][0] < end:
+        while place < count and others[place][0] < end:
             first, last = others[place]
             if first > start:
-                left.append((start, first))
-            start = max(start, last)
+                outside.append((start, first))
+                start = first
+            inside.append((start, last if last < end else end))
+            start = last
             place += 1
         if start < end:
-            left.append((start, end))
-    return left
+            outside.append((start, end))
+    return inside, outside
 
 
 def label_activities(
@@ -151,15 +154,16 @@ def label_activities(
 ) -> list[tuple[float, float, Activity]]:
     """The window as disjoint pieces in order, each with the first label that holds there; "python" if none does.
 
+    The intervals of a label are disjoint and in order, as `merge_intervals` makes them.
+
     >>> label_activities((0.0, 4.0), [("input", [(0.0, 1.0)]), ("ops", [(0.5, 3.0)])])
     [(0.0, 1.0, 'input'), (1.0, 3.0, 'ops'), (3.0, 4.0, 'python')]
     """
     pieces: list[tuple[float, float, Activity]] = []
     left: list[Interval] = [window]
     for label, intervals in labels:
-        rest = subtract_intervals(left, merge_intervals(intervals))
-        pieces += [(start, end, label) for start, end in subtract_intervals(left, rest)]
-        left = rest
+        inside, left = split_intervals(left, intervals)
+        pieces += [(start, end, label) for start, end in inside]
     pieces += [(start, end, "python") for start, end in left]
     return sorted(pieces)
 

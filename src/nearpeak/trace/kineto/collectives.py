@@ -43,6 +43,7 @@ _COMMUNICATION = re.compile(
 _WORK = re.compile(r"[a-z][a-z0-9_]*:\w+")
 """A range around the work of a collective: the backend, and what it runs."""
 _OPERATOR = re.compile(r"(?:_?c10d(?:_functional)?(?:_autograd)?)::(\w+)")
+_WAIT_OPERATOR = "_c10d_functional::wait_tensor"
 _NO_WORK = ("wait_tensor", "wrap_tensor")
 
 
@@ -139,9 +140,13 @@ def communication_waits(threads: Iterable[Sequence[Span]]) -> list[Span]:
         span
         for spans in threads
         for span in spans
-        if span.name.startswith(COMMUNICATION_WAIT)
-        or (span.kind == "op" and span.name == "_c10d_functional::wait_tensor")
+        if _is_wait(span.name) and (span.kind == "op" or span.name != _WAIT_OPERATOR)
     ]
+
+
+@functools.cache
+def _is_wait(name: str) -> bool:
+    return name.startswith(COMMUNICATION_WAIT) or name == _WAIT_OPERATOR
 
 
 _DTYPE_BYTES = {

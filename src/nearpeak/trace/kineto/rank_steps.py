@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -204,11 +204,13 @@ class _Lane:
         self._ends = sorted(item.end for item in collectives)
         self.cut_ends: list[float] = []
         """Ends of waits for collectives whose own end was recorded too late."""
-        self._waits = merge_intervals(
-            (span.start, span.end) for span in communication_waits(recording.threads.values())
+        threads = recording.threads.values()
+        self._waits = merge_intervals((span.start, span.end) for span in communication_waits(threads))
+        kinds = {name: kind_of_range(name) for name in {span.name for spans in threads for span in spans}}
+        self._input = merge_intervals(_named(threads, {name for name, kind in kinds.items() if kind == "input"}))
+        self._garbage = merge_intervals(
+            _named(threads, {name for name, kind in kinds.items() if kind == "garbage collection"})
         )
-        self._input = merge_intervals(_marked(recording, "input"))
-        self._garbage = merge_intervals(_marked(recording, "garbage collection"))
         self._host_ops = _outer_ops(recording.threads)
         self._ops: list[Span] | list[DeviceSpan]
         if on_device:
@@ -333,12 +335,15 @@ def _product(dims: Any) -> float:
     return sum(_product(item) for item in dims)
 
 
-def _marked(recording: Recording, kind: str) -> list[Interval]:
+def _named(threads: Iterable[Sequence[Span]], names: Collection[str]) -> list[Interval]:
+    """The operators and ranges with these names."""
+    if not names:
+        return []
     return [
         (span.start, span.end)
-        for spans in recording.threads.values()
+        for spans in threads
         for span in spans
-        if span.kind in ("annotation", "op") and kind_of_range(span.name) == kind
+        if span.name in names and span.kind in ("annotation", "op")
     ]
 
 

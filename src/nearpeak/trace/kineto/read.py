@@ -202,7 +202,7 @@ def read_trace(
         unlaunched = _without_launch(inside, launching, lost | set(silent))
         unlaunched += [call for call in inside if id(call) in silent]
     lost |= {id(call) for call in unlaunched}
-    on_host = {id(call) for call in inside if id(call) not in launching | lost} if spans else set()
+    on_host = {id(call) for call in inside} - launching - lost if spans else set()
     recorded = build_ops(
         inside,
         tf32=has_tf32(recording.metadata, bool(recording.device_spans)),

@@ -11,9 +11,11 @@ import functools
 import itertools
 import json
 import math
+import operator
 import re
 import sys
 import sysconfig
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from nearpeak._files import InputFile
 from nearpeak.errors import FileProblem
+from nearpeak.ops.low_gc import low_gc
 
 try:
     import msgspec
@@ -295,6 +298,8 @@ class CollectiveFacts(NamedTuple):
 
 
 NO_FACTS = CollectiveFacts("", "", None, None, None)
+_START_OF, _END_OF = operator.itemgetter(0), operator.itemgetter(1)
+"""Of a span: much faster as keys of a sort than functions written in Python."""
 
 
 class DeviceSpan(NamedTuple):
@@ -310,8 +315,6 @@ class DeviceSpan(NamedTuple):
     correlation: int | None
     bytes: float | None
     in_graph: bool
-    blocks: int | None
-    """Of a kernel: the product of its grid."""
     graph: int | None
     """The number of the CUDA graph that launched it; None if none did, or the file does not tell."""
     duration: float
@@ -324,6 +327,12 @@ class DeviceSpan(NamedTuple):
     """Of a kernel: the number of threads of a block along each axis."""
     collective: CollectiveFacts | None = None
     """Of a kernel of a collective: what torch wrote about it."""
+
+    @property
+    def blocks(self) -> int | None:
+        """Of a kernel: the number of its blocks."""
+        blocks = 0 if self.grid is None else math.prod(self.grid)
+        return blocks if 0 < blocks < _LARGEST_ID else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,6 +356,7 @@ class Recording:
     """Streams that the file names and has no events of."""
 
 
+@low_gc()
 def load_recording(path: str | Path | InputFile, *, since: str | None = None, only_sizes: bool = False) -> Recording:
     """Reads a file in one pass. Python frames of torch, the standard library and built-in functions are dropped.
 
@@ -355,7 +365,7 @@ def load_recording(path: str | Path | InputFile, *, since: str | None = None, on
     `only_sizes`, ops have the sizes and dtypes of their inputs alone.
     """
     file = EventFile(path)
-    threads: dict[tuple[Any, Any], list[Span]] = {}
+    threads: defaultdict[tuple[Any, Any], list[Span]] = defaultdict(list)
     device_spans: list[DeviceSpan] = []
     inputs: dict[str, Inputs] = {}
     overheads: list[Span] = []
@@ -371,7 +381,7 @@ def load_recording(path: str | Path | InputFile, *, since: str | None = None, on
     def add(start: float, end: float, kind: SpanKind, name: str, facts: dict[str, Any], thread: Any) -> None:
         try:
             span = _span(start, end, kind, sys.intern(name), facts, None if only_sizes else inputs)
-            threads.setdefault(thread, []).append(span)
+            threads[thread].append(span)
         except (TypeError, RecursionError):  # a list as an id; inputs that are nested too deep
             file.damaged += 1
 
@@ -383,11 +393,9 @@ def load_recording(path: str | Path | InputFile, *, since: str | None = None, on
         category = event.get("cat", "")
         if not isinstance(category, str):
             continue
-        category = category.lower()
-        kind = _SPANS.get(category)
-        on_device = _DEVICE.get(category)
+        kind, on_device = _kinds_of_category(category)
         if kind is None and on_device is None:
-            if category == _STREAM_WAIT:
+            if category.lower() == _STREAM_WAIT:
                 used_streams.add(_ids(event))
             continue
         start, duration = _microseconds(event.get("ts")), _microseconds(event.get("dur") or 0.0)
@@ -395,7 +403,7 @@ def load_recording(path: str | Path | InputFile, *, since: str | None = None, on
         if start is None or duration is None or not isinstance(name, str) or len(name) > _LONGEST_NAME:
             file.damaged += 1
             continue
-        duration = max(duration, 0.0)
+        duration = duration if duration > 0.0 else 0.0
         end = start + duration
         args = event.get("args")
         facts = args if isinstance(args, dict) else {}
@@ -423,12 +431,13 @@ def load_recording(path: str | Path | InputFile, *, since: str | None = None, on
     for start, end, name, facts, thread in waiting:
         if first == math.inf or end > first:
             add(start, end, "op", name, facts, thread)
-    for spans in threads.values():
-        spans.sort(key=_outer_first)
+    for spans in threads.values():  # outer spans first: by start, and of one start by the end, backwards
+        spans.sort(key=_END_OF, reverse=True)
+        spans.sort(key=_START_OF)
     last = {(span.device, span.stream): span for span in device_spans}
-    device_spans.sort(key=lambda span: span.start)
+    device_spans.sort(key=_START_OF)
     return Recording(
-        threads=threads,
+        threads=dict(threads),
         device_spans=device_spans,
         metadata=file.metadata,
         truncated=file.truncated,
@@ -439,6 +448,11 @@ def load_recording(path: str | Path | InputFile, *, since: str | None = None, on
         instantiations=tuple(sorted(instantiations)),
         empty_streams=len(named_streams - used_streams),
     )
+
+
+@functools.lru_cache(1000)  # a file has few different ones
+def _kinds_of_category(category: str) -> tuple[SpanKind | None, DeviceKind | None]:
+    return _SPANS.get(category.lower()), _DEVICE.get(category.lower())
 
 
 def _names_stream(event: Mapping[str, Any]) -> bool:
@@ -466,10 +480,6 @@ def _capture_windows(calls: list[tuple[float, float, bool]]) -> tuple[tuple[floa
             windows.append((begun, end))
             begun = None
     return (*windows, (begun, math.inf)) if begun is not None and calls else tuple(windows)
-
-
-def _outer_first(span: Span) -> tuple[float, float]:
-    return span.start, -span.end
 
 
 def _is_user_frame(name: str) -> bool:
@@ -531,7 +541,6 @@ def _device_span(
         correlation=_integer(facts.get("correlation")),
         bytes=_byte_count(facts.get("bytes", facts.get("Bytes"))),
         in_graph=bool(facts.get("graph node id") or facts.get("graph id")),
-        blocks=_grid_blocks(facts.get("grid")),
         graph=_integer(facts.get("graph id")) or None,
         duration=duration,
         node=_integer(facts.get("graph node id")) or None,
@@ -560,16 +569,12 @@ def collective_facts(facts: Mapping[str, Any]) -> CollectiveFacts:
 
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
-    if not isinstance(value, list) or not all(type(size) is int and 0 < size < _LARGEST_ID for size in value):
+    if not isinstance(value, list) or not value:
         return None
+    for size in value:
+        if type(size) is not int or not 0 < size < _LARGEST_ID:
+            return None
     return tuple(value)
-
-
-def _grid_blocks(grid: Any) -> int | None:
-    if not isinstance(grid, list) or not grid or not all(isinstance(size, int) and size > 0 for size in grid):
-        return None
-    blocks = math.prod(grid)
-    return blocks if blocks < _LARGEST_ID else None
 
 
 def _microseconds(value: Any) -> float | None:
@@ -580,7 +585,7 @@ def _microseconds(value: Any) -> float | None:
 
 
 def _byte_count(value: Any) -> float | None:
-    number = _finite_number(value)
+    number = None if value is None else _finite_number(value)
     return number if number is not None and 0 <= number < _LARGEST_ID else None
 
 
@@ -601,7 +606,7 @@ def _finite_number(value: Any) -> float | None:
 
 def _integer(value: Any) -> int | None:
     """An id of 64 bits, with a sign or without."""
-    if type(value) is int and -_LARGEST_ID <= value < _LARGEST_ID:  # nearly all of them
+    if value is None or (type(value) is int and -_LARGEST_ID <= value < _LARGEST_ID):  # nearly all of them
         return value
     if not isinstance(value, int) or isinstance(value, bool):
         number = _finite_number(value)
