@@ -3,6 +3,7 @@
     python -m benchmarks.robustness.ranks faults --runs 100 --json F   # faults of four kinds on 2 to 4 gloo ranks
     python -m benchmarks.robustness.ranks clean --runs 20              # without a fault: nobody may be accused
     python -m benchmarks.robustness.ranks what-if --runs 10            # the step without a delay, also measured
+    python -m benchmarks.robustness.ranks hangs --runs 6               # a rank is killed, stuck, or leaves its loop
     python -m benchmarks.robustness.ranks folder --ranks 256 --megabytes 20
 
 Each run is `torchrun -m nearpeak profile` of a small script with DistributedDataParallel on this machine.
@@ -15,10 +16,13 @@ import json
 import os
 import platform
 import random
+import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -45,6 +49,34 @@ for (batch,) in torch.utils.data.DataLoader(data, batch_size=64):
     optimizer.zero_grad()
 dist.destroy_process_group()
 """
+HANGING_SCRIPT = """
+import os, signal, time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+ending = os.environ["ENDING"] if dist.get_rank() == int(os.environ["ENDING_RANK"]) else ""
+model = DistributedDataParallel(torch.nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for step in range(150):
+    if step == 145 and ending:
+        with open(os.environ["BEGUN"], "w") as file:
+            file.write(str(time.time()))
+        if ending == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ending == "stuck":
+            time.sleep(10000)
+        if ending == "left":
+            break
+    model(torch.randn(64, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.barrier()
+dist.destroy_process_group()
+"""
+ENDINGS = ("killed", "stuck", "left")
+"""Of a rank: SIGKILL, an endless wait, and a loop that ends before that of the other ranks."""
+HANG_GRACE_S = 10.0
+"""From the report of a hang until the job is ended."""
+ACCUSED = re.compile(r"Ranks? ([\d, ]+?) (?:has not called|has called|is past|does not answer|do not answer)")
 KINDS = {"delay": "python", "input": "input", "work": "more work", "gc": "garbage collection"}
 
 
@@ -108,7 +140,47 @@ def what_if(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-RUNS = {"faults": faults, "clean": clean, "what-if": what_if}
+def hangs(folder: Path, seed: int) -> dict[str, Any]:
+    """A rank that is killed, skips a collective or stops, late in a run: who is named, when, and what is saved."""
+    ranks, rank, ending = 2 + seed % 2, (seed // 2) % (2 + seed % 2), ENDINGS[seed % len(ENDINGS)]
+    script, result, begun = folder / "train.py", folder / "run.json", folder / "begun"
+    script.write_text(HANGING_SCRIPT)
+    for path in folder.glob("run*.json"):
+        path.unlink()
+    begun.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    command += ["-m", "nearpeak", "profile", "--no-keep", "-o", str(result), str(script)]
+    environment = {"ENDING": ending, "ENDING_RANK": str(rank), "BEGUN": str(begun), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stderr is not None
+    timer = threading.Timer(600.0, os.killpg, (process.pid, signal.SIGKILL))
+    timer.start()
+    named_s, accused = None, set[int]()
+    for line in process.stderr:
+        if not begun.exists() or not (match := ACCUSED.search(line)):
+            continue
+        accused.update(map(int, match[1].split(",")))
+        if named_s is None:
+            named_s = time.time() - float(begun.read_text())
+            timer.cancel()
+            timer = threading.Timer(HANG_GRACE_S, os.killpg, (process.pid, signal.SIGTERM))
+            timer.start()
+    process.wait()
+    timer.cancel()
+    saved = [path.name for path in sorted(folder.glob("run*.json")) if "profile" in json.loads(path.read_text())]
+    return {
+        "ranks": ranks,
+        "rank": rank,
+        "ending": ending,
+        "named": sorted(accused),
+        "named_s": named_s,
+        "saved": saved,
+    }
+
+
+RUNS = {"faults": faults, "clean": clean, "what-if": what_if, "hangs": hangs}
 
 
 def write_result(path: Path, what: str, rows: Sequence[dict[str, Any]]) -> None:
@@ -130,6 +202,14 @@ def _named(late: Sequence[dict[str, Any]]) -> list[list[Any]]:
 
 def summary(what: str, rows: Sequence[dict[str, Any]]) -> str:
     """What the rows come to."""
+    if what == "hangs":
+        right = [row for row in rows if row["named"] == [row["rank"]]]
+        slowest = max((row["named_s"] for row in right), default=0.0)
+        kept = sum(bool(row["saved"]) for row in rows)
+        return (
+            f"{len(rows)} hangs and dead ranks: the right rank alone {len(right)}, at most {slowest:.0f} s later, "
+            f"profiles kept {kept}"
+        )
     if what.startswith("folder"):
         (row,) = rows
         return (

@@ -23,6 +23,12 @@ def late_rank(activity, seconds=3e-3, rank=1, when=lambda step: True):
     return own
 
 
+def _beside_a_wait(segment, is_busy):
+    """The wait of a rank that works for a millisecond until the collective ends."""
+    ops, *others, communication = segment.seconds
+    return replace(segment, seconds=(ops + 1e-3, *others, communication - 1e-3)) if is_busy else segment
+
+
 @pytest.mark.parametrize("activity", ["input", "garbage collection", "python"])
 def test_a_late_rank_is_named_with_its_cause(activity):
     job = analyze_job(made_ranks(own=late_rank(activity), jitter=1e-4), 3)
@@ -64,6 +70,68 @@ def test_slower_ops_beside_other_work_are_nobodys_fault(taken_s):
     job = analyze_job(made_ranks(own=late_rank("ops", 22e-3), preempted=lambda rank, step: taken_s), 3)
     assert bool(job.late) == (taken_s < 2e-3)
     assert any("may be the reason: the rank is not called late" in note for note in job.notes) == (taken_s > 2e-3)
+
+
+def test_a_rank_is_late_though_other_work_makes_another_one_last():
+    def own(rank, step):
+        taken = {"python": 31e-3} if rank == 0 and step % 2 else {}
+        return {"input": 8e-3} if rank == 1 else taken
+
+    (late,) = analyze_job(
+        made_ranks(own=own, preempted=lambda rank, step: 30e-3 if rank == 0 and step % 2 else 0.0), 3
+    ).late
+    assert (late.rank, late.cause) == (1, "input")
+
+
+def test_nobody_waits_for_a_rank_whose_work_runs_beside_a_collective():
+    calls = [
+        replace(
+            report,
+            timeline=replace(
+                report.timeline,
+                steps=tuple(
+                    replace(
+                        step,
+                        segments=(*step.segments[:-2], _beside_a_wait(step.segments[-2], rank == 1), step.segments[-1]),
+                    )
+                    for step in report.timeline.steps
+                ),
+            ),
+        )
+        for rank, report in enumerate(made_ranks(preempted=lambda rank, step: 0.0))
+    ]
+    assert analyze_job(calls, 3).late == ()
+
+
+def test_a_thread_that_ran_has_lost_its_processor_after_a_wait():
+    def own(rank, step):
+        return {"ops": 20e-3} if rank == 1 else {}
+
+    def ops(rank, step):
+        return {"aten::mm": OpTotal(count=8 if rank == 1 else 4, seconds=20e-3 if rank == 1 else 10e-3, elements=0.0)}
+
+    def preempted(rank, step):
+        return 15e-3 if rank == 1 else 0.0
+
+    reports = made_ranks(own=own, ops=ops, preempted=preempted)
+    assert analyze_job(reports, 3).late == ()
+    ran = [
+        replace(
+            report,
+            timeline=replace(
+                report.timeline, steps=tuple(replace(step, processor_s=step.own_s) for step in report.timeline.steps)
+            ),
+        )
+        for report in reports
+    ]
+    (late,) = analyze_job(ran, 3).late
+    assert (late.rank, late.cause) == (1, "more work")
+
+
+def test_a_device_goes_on_while_its_host_has_no_processor():
+    reports = made_ranks(preempted=lambda rank, step: 8e-3 if rank == 1 else 0.0)
+    devices = [replace(report, timeline=replace(report.timeline, on_device=True)) for report in reports]
+    assert analyze_job(devices, 3).late == ()
 
 
 def test_half_of_two_causes_cannot_be_told():

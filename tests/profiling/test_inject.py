@@ -54,3 +54,20 @@ def test_more_work_and_collections(monkeypatch):
     begun = time.process_time()
     FaultInjector(Fault(rank=0, kind="work", seconds=1e-3), 0).step_begins()
     assert time.process_time() > begun
+
+
+def test_other_work_while_products_are_timed_makes_no_less_of_the_fault(monkeypatch):
+    products, times = [], iter([0.0, 0.02])
+    clock = {"now": 0.0}
+
+    def product(left, right):
+        products.append(1)
+        clock["now"] += next(times, 1e-3)  # the second product is interrupted
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(inject.time, "perf_counter", lambda: clock["now"])
+    injector = FaultInjector(Fault(rank=0, kind="work", seconds=8e-3), 0)
+    injector.step_begins()
+    products.clear()
+    injector.step_begins()
+    assert len(products) == 8

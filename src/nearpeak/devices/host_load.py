@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from nearpeak.machines.cgroups import parse_number, read_text
 
@@ -113,7 +114,21 @@ class HostLoad:
         return None if ticks is None else self._tick * ticks
 
 
-def thread_run_delay() -> float | None:
-    """Seconds in which this thread could have run and other work had the processor; None if it is not counted."""
+class ThreadSeconds(NamedTuple):
+    """What a thread did with its processor since it started; in a difference, meanwhile."""
+
+    ran_s: float
+    waited_s: float
+    """It could have run, and other work had the processor."""
+
+    def since(self, before: ThreadSeconds) -> ThreadSeconds:
+        """The seconds between two readings."""
+        return ThreadSeconds(self.ran_s - before.ran_s, self.waited_s - before.waited_s)
+
+
+def thread_seconds() -> ThreadSeconds | None:
+    """Those of this thread; None if they are not counted."""
     times = [parse_number(text) for text in read_text(Path("/proc/thread-self/schedstat")).split()[:2]]
-    return 1e-9 * times[1] if len(times) == 2 and times[1] is not None else None
+    if len(times) < 2 or times[0] is None or times[1] is None:
+        return None
+    return ThreadSeconds(1e-9 * times[0], 1e-9 * times[1])

@@ -20,7 +20,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -46,6 +46,7 @@ STEADY_SHARE = 0.7
 EXPLAINED_SHARE = 0.5
 """Of its lateness that a cause must explain."""
 _NOISE_FACTOR = 1.5
+OWN_ACTIVITIES = tuple(name for name in ACTIVITIES if name != "communication")
 _PREEMPTIBLE: tuple[Activity, ...] = ("ops", "garbage collection", "launching", "python")
 """Activities that take longer where other work has the processor; a sleep for input does not."""
 SHARED = 0.1
@@ -178,7 +179,11 @@ class _Lateness:
         step_s: float,
         reports: Mapping[int, RankReport],
     ) -> None:
-        self._joined, self._steps, self._step_s, self._reports = joined, steps, step_s, reports
+        self._joined, self._step_s, self._reports = joined, step_s, reports
+        self._steps = {
+            rank: [_undisturbed_step(step, joined.timelines[rank].on_device) for step in steps[rank]] for rank in steps
+        }
+        """Without the time in which other work had the processors."""
         self.notes: list[str] = []
         """What cannot be told of the ranks."""
         self._ranks = sorted(steps)
@@ -192,14 +197,15 @@ class _Lateness:
             self._caused[join.last_rank, step] += last - before
             for rank, arrival in join.arrivals.items():
                 self._waited[rank, step] += last - arrival
-        self._own = {
-            (rank, step.number): max(0.0, step.own_s - (step.preempted_s or 0.0))
+        self._own = {(rank, step.number): step.own_s for rank in self._ranks for step in self._steps[rank]}
+        # Where the time is known that other work took from a rank, what is left of its own is exact. Its arrivals
+        # are not: a rank that waits for a processor is last as well. A device goes on while its host waits for one.
+        is_exact = all(
+            step.preempted_s is not None and not joined.timelines[rank].on_device
             for rank in self._ranks
             for step in steps[rank]
-        }
-        # Where the time is known that other work took from a rank, what is left of its own is exact. Its arrivals
-        # are not: a rank that waits for a processor is last as well.
-        is_exact = all(step.preempted_s is not None for rank in self._ranks for step in steps[rank])
+        )
+        self._undisturbed = _Model(joined, self._steps) if is_exact and joined.common else None
         self._ordered = {
             step: sorted(self._own[rank, step] for rank in self._ranks if (rank, step) in self._own)
             for step in joined.common
@@ -249,7 +255,9 @@ class _Lateness:
         # The error of a median of n values is about 1.25 of their scatter over the root of n.
         least = max(LEAST_LATE_SHARE * self._step_s, _NOISE_FACTOR * 1.25 * noise / self._count**0.5 * 2.0)
         steps = [step for step, seconds in late.items() if seconds >= usual / 3]
-        if usual < least or len(steps) < STEADY_SHARE * self._count or not self._is_awaited(rank, steps):
+        if usual < least or len(steps) < STEADY_SHARE * self._count:
+            return None
+        if not self._is_awaited(rank, steps) and not self._would_be_awaited(rank, usual):
             return None
         found = self._late_rank(rank, steps, usual, "always")
         if found.cause == "slower kernels" and (share := self._share_of_others()) >= SHARED:
@@ -272,6 +280,20 @@ class _Lateness:
         """Whether the others wait for it in these steps, and for nobody longer."""
         caused = {each: sum(self._caused[each, step] for step in steps) for each in self._ranks}
         return caused[rank] > 0.0 and caused[rank] >= max(caused.values())
+
+    def _would_be_awaited(self, rank: int, late_s: float) -> bool:
+        """Whether the others would wait for it if no other work had the processors of the ranks.
+
+        Where other work interrupts the ranks, each of them is the last one in some steps, whoever is late. What is left
+        of their own time without that still tells: the steps would be shorter without what this rank has more of.
+        """
+        if self._undisturbed is None:
+            return False
+        base, without = (
+            self._undisturbed.run(self._undisturbed.without([(rank, name) for name in names]))
+            for names in ((), OWN_ACTIVITIES)
+        )
+        return base is not None and without is not None and base - without >= EXPLAINED_SHARE * late_s
 
     def _in_bursts(self, rank: int, noise: float) -> LateRank | None:
         least = max(LEAST_BURST_SHARE * self._step_s, 4.0 * noise)
@@ -320,7 +342,7 @@ class _Lateness:
             each: {step.number: step for step in self._steps[each] if step.number in set(steps)} for each in self._ranks
         }
         seconds = {
-            (each, name): median([_undisturbed(step, name) for step in numbered[each].values()])
+            (each, name): median([step.seconds(name) for step in numbered[each].values()])
             for each in self._ranks
             for name in ACTIVITIES
         }
@@ -360,13 +382,27 @@ def _largest(excess: Mapping[LateCause, float]) -> list[tuple[LateCause, float]]
     return sorted(excess.items(), key=lambda item: -item[1])
 
 
-def _undisturbed(step: RankStep, activity: Activity) -> float:
-    """The seconds of an activity without those in which other work had the processor."""
-    seconds = step.seconds(activity)
-    if not step.preempted_s or activity not in _PREEMPTIBLE:
-        return seconds
-    total = sum(step.seconds(name) for name in _PREEMPTIBLE)
-    return seconds * max(0.0, 1.0 - step.preempted_s / total) if total > 0.0 else seconds
+def _undisturbed_step(step: RankStep, on_device: bool) -> RankStep:
+    """The step without the time in which other work had the processor, taken from all of its segments alike.
+
+    A thread that has waited for a collective may wait for a processor too before it goes on, which is no time of its
+    own. So no more is taken than leaves the time in which the thread ran. Kernels of a device go on meanwhile.
+    """
+    if not step.preempted_s:
+        return step
+    names = [name for name in _PREEMPTIBLE if not on_device or name != "ops"]
+    total = sum(step.seconds(name) for name in names)
+    taken = min(step.preempted_s, total)
+    if step.processor_s is not None and not on_device:
+        taken = min(taken, max(0.0, step.own_s - step.processor_s))
+    if taken <= 0.0:
+        return step
+    shares = [1.0 - taken / total if name in names else 1.0 for name in ACTIVITIES]
+    segments = (
+        replace(segment, seconds=tuple(seconds * share for seconds, share in zip(segment.seconds, shares, strict=True)))
+        for segment in step.segments
+    )
+    return replace(step, segments=tuple(segments))
 
 
 def _more_work(steps: Mapping[int, RankStep], others: Sequence[Mapping[int, RankStep]]) -> tuple[float, str]:
@@ -566,7 +602,7 @@ def replay_job(joined: JobTimelines, late: Sequence[LateRank], wall_s: float) ->
             add(f"rank {item.rank}'s {_CAUSE_NAMES[item.cause]}", model.without([(item.rank, activity)]))
     if len(removed) > 1:
         add("all of these", model.without(removed))
-    everything = [(rank, name) for rank in joined.timelines for name in ACTIVITIES if name != "communication"]
+    everything = [(rank, name) for rank in joined.timelines for name in OWN_ACTIVITIES]
     add("differences between the ranks", model.without(everything))
     return JobReplay(step_s=base, what_ifs=tuple(what_ifs))
 
@@ -577,11 +613,11 @@ def _own(segment: Segment) -> float:
 
 
 class _Model:
-    def __init__(self, joined: JobTimelines) -> None:
+    def __init__(self, joined: JobTimelines, steps: Mapping[int, Sequence[RankStep]] | None = None) -> None:
+        """These steps of the ranks, which all of them have; the recorded ones if none are given."""
         self._joined = joined
-        common = set(joined.common)
-        self._steps = {
-            rank: [step for step in timeline.steps if step.number in common]
+        self._steps = steps or {
+            rank: [step for step in timeline.steps if step.number in joined.common]
             for rank, timeline in joined.timelines.items()
         }
         self._shift = {rank: timeline.origin_s + joined.offsets[rank] for rank, timeline in joined.timelines.items()}

@@ -87,6 +87,8 @@ class RankStep:
     """By name, those that take longest."""
     preempted_s: Seconds | None = None
     """The time in which its thread was ready and other work had the processor; None if it was not measured."""
+    processor_s: Seconds | None = None
+    """The time in which its thread had a processor; None if it was not measured."""
 
     def seconds(self, activity: Activity) -> float:
         """The seconds of one activity."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nearpeak._records import from_json, to_json
+from nearpeak.devices.host_load import ThreadSeconds
 from nearpeak.errors import UsageError
 from nearpeak.profiles.job import JobProfile, RankReport
 from nearpeak.profiles.job_analysis import analyze_job
@@ -145,7 +146,7 @@ def rank_report(profile: Profile, timeline: RankTimeline) -> RankReport:
     )
 
 
-def read_timeline(file: Path, team: Team, first_step: int, preempted: Mapping[int, float]) -> RankTimeline:
+def read_timeline(file: Path, team: Team, first_step: int, seconds: Mapping[int, ThreadSeconds]) -> RankTimeline:
     """The steps of this rank in what torch's profiler wrote."""
     recording = load_recording(file)
     timeline = rank_timeline(
@@ -153,7 +154,7 @@ def read_timeline(file: Path, team: Team, first_step: int, preempted: Mapping[in
         rank=team.rank,
         world_size=team.world_size,
         numbers=_recorded_numbers(recording),
-        preempted=preempted,
+        thread_seconds=seconds,
         first_step=first_step,
     )
     # The first step starts the profiler.

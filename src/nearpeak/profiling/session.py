@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from nearpeak._stage_times import stage
 from nearpeak.devices.backends import gpu_in_use
 from nearpeak.devices.device import Conditions, ConditionsReader
-from nearpeak.devices.host_load import HostLoad, HostReading
+from nearpeak.devices.host_load import HostLoad, HostReading, ThreadSeconds
 from nearpeak.errors import UsageError, message_of
 from nearpeak.measure.options import Progress
 from nearpeak.measure.statistics import median
@@ -891,7 +891,7 @@ class Session:
             if self.team is None:
                 recorded = profiler.stop(walls)
             else:
-                recorded = profiler.stop(walls, partial(self._read_timeline, self.team, profiler.preempted))
+                recorded = profiler.stop(walls, partial(self._read_timeline, self.team, profiler.thread_seconds))
         except UsageError:
             self._give_up(
                 "torch's profiler shows no op of the step with its shapes. A step that is compiled as a whole has none "
@@ -915,9 +915,9 @@ class Session:
             self._compiler = dataclasses.replace(self._compiler, breaks=graph_breaks_in(recorded.compiled_regions))
         return True
 
-    def _read_timeline(self, team: Team, preempted: Mapping[int, float], file: Path) -> None:
+    def _read_timeline(self, team: Team, seconds: Mapping[int, ThreadSeconds], file: Path) -> None:
         with suppress(Exception):  # the step is worth a profile without it
-            self._timeline = read_timeline(file, team, self._first_profiled, preempted)
+            self._timeline = read_timeline(file, team, self._first_profiled, seconds)
 
     def _set_trace(self, traced: Trace) -> None:
         self._traced = dataclasses.replace(traced, steps_since=self.schedule.steps - self._profiled_step)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from nearpeak._stage_times import stage
 from nearpeak.devices.backends import gpu_in_use, gpu_visible, profiler_activities
-from nearpeak.devices.host_load import thread_run_delay
+from nearpeak.devices.host_load import ThreadSeconds, thread_seconds
 from nearpeak.profiles.profile import CompilerFacts, GraphBreak
 from nearpeak.trace.guard import OwnThread
 from nearpeak.trace.kineto.host import STEP_END_WAIT
@@ -55,9 +55,9 @@ class Profiler:
         self._markers = MarkerPlanter()
         self.number = -1
         """Of the step that began last."""
-        self.preempted: dict[int, float] = {}
-        """Seconds in which other work had the processor of this thread, by step; empty if they are not counted."""
-        self._waited_before: float | None = None
+        self.thread_seconds: dict[int, ThreadSeconds] = {}
+        """Of this thread, by step; empty if they are not counted."""
+        self._seconds_before: ThreadSeconds | None = None
         self._step = ExitStack()
         self._thread = OwnThread()
         self._at_thread_end = threading.local()
@@ -88,14 +88,14 @@ class Profiler:
         self._markers.plant(self.number)
         with _disable_current_modes():  # a range is an operator, which a mode of the program's would see
             self._step.enter_context(record_function(f"ProfilerStep#{self.number}"))
-        self._waited_before = thread_run_delay()
+        self._seconds_before = thread_seconds()
 
     def end_step(self) -> None:
         """Ends the step. What runs until `next_step` belongs to no step."""
-        waited, before = thread_run_delay(), self._waited_before
-        if waited is not None and before is not None:
-            self.preempted[self.number] = waited - before
-        self._waited_before = None
+        seconds, before = thread_seconds(), self._seconds_before
+        if seconds is not None and before is not None:
+            self.thread_seconds[self.number] = seconds.since(before)
+        self._seconds_before = None
         with _disable_current_modes():
             self._step.close()
 

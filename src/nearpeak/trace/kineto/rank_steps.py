@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from nearpeak.devices.host_load import ThreadSeconds
 from nearpeak.profiles.rank_timeline import (
     Activity,
     OpTotal,
@@ -60,7 +61,7 @@ def rank_timeline(
     world_size: int | None = None,
     source: str = "",
     numbers: Sequence[GroupNumber] = (),
-    preempted: Mapping[int, float] | None = None,
+    thread_seconds: Mapping[int, ThreadSeconds] | None = None,
     first_step: int = 0,
     clock_hz: float | None = None,
 ) -> RankTimeline:
@@ -73,7 +74,7 @@ def rank_timeline(
         source: The file, for people.
         numbers: Groups and numbers of the collectives of the whole recording in the order of their calls, if they are
             known from elsewhere and as many.
-        preempted: Seconds that other work took from the thread, by the number of the step in the recording.
+        thread_seconds: Those of the thread of the program, by the number of the step in the recording.
         first_step: What is added to the numbers of steps.
         clock_hz: The clock of the device.
     """
@@ -108,7 +109,7 @@ def rank_timeline(
     pieces = [lane.pieces((start, end)) for _, start, end in windows]
     kept = [_with_end(item, lane.cut_ends, origin) for item in kept]
     steps = tuple(
-        lane.step(first_step + number, (start, end), origin, parts, kept, (preempted or {}).get(number))
+        lane.step(first_step + number, (start, end), origin, parts, kept, (thread_seconds or {}).get(number))
         for (number, start, end), parts in zip(windows, pieces, strict=True)
     )
     notes = []
@@ -261,7 +262,7 @@ class _Lane:
         origin: float,
         pieces: Sequence[tuple[float, float, Activity]],
         collectives: Sequence[RankCollective],
-        preempted_s: float | None,
+        thread_seconds: ThreadSeconds | None,
     ) -> RankStep:
         """One step; `collectives` are those of the whole recording."""
         parts = [((start - origin) / 1e6, (end - origin) / 1e6, label) for start, end, label in pieces]
@@ -273,7 +274,8 @@ class _Lane:
             end_s=end_s,
             segments=cut_segments(parts, near),
             ops=self._totals(window),
-            preempted_s=preempted_s,
+            preempted_s=None if thread_seconds is None else thread_seconds.waited_s,
+            processor_s=None if thread_seconds is None else thread_seconds.ran_s,
         )
 
     def _wait_and_rest(self, start: float, end: float, label: Activity) -> list[tuple[float, float, Activity]]:
