@@ -3,6 +3,7 @@
     python -m benchmarks.robustness.ranks faults --runs 100 --json F   # faults of four kinds on 2 to 4 gloo ranks
     python -m benchmarks.robustness.ranks clean --runs 20              # without a fault: nobody may be accused
     python -m benchmarks.robustness.ranks what-if --runs 10            # the step without a delay, also measured
+    python -m benchmarks.robustness.ranks what-if-asleep --runs 10     # the same where the work is mostly sleep
     python -m benchmarks.robustness.ranks hangs --runs 6               # a rank is killed, stuck, or leaves its loop
     python -m benchmarks.robustness.ranks folder --ranks 256 --megabytes 20
 
@@ -24,8 +25,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -34,12 +36,30 @@ from typing import Any
 from benchmarks.robustness.programs import processor
 
 SCRIPT = """
-import os, torch, torch.distributed as dist
+import os, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+class Sleep(torch.autograd.Function):  # as long on a busy machine as on an idle one
+    @staticmethod
+    def forward(context, tensor, seconds):
+        context.seconds = seconds
+        time.sleep(seconds)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        time.sleep(2.0 * context.seconds)
+        return gradient, None
+
+class SleepingLinear(torch.nn.Linear):
+    def forward(self, tensor):
+        tensor = super().forward(tensor)
+        return Sleep.apply(tensor, asleep_s) if asleep_s else tensor
+
 dist.init_process_group("gloo")
 torch.manual_seed(0)
-width = int(os.environ["WIDTH"])
-layers = [torch.nn.Linear(width, width) for _ in range(int(os.environ["LAYERS"]))]
+width, asleep_s = int(os.environ["WIDTH"]), float(os.environ["ASLEEP_S"])
+layers = [SleepingLinear(width, width) for _ in range(int(os.environ["LAYERS"]))]
 model = DistributedDataParallel(torch.nn.Sequential(*layers))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = torch.utils.data.TensorDataset(torch.randn(64 * 150, width))
@@ -80,8 +100,10 @@ ACCUSED = re.compile(r"Ranks? ([\d, ]+?) (?:has not called|has called|is past|do
 KINDS = {"delay": "python", "input": "input", "work": "more work", "gc": "garbage collection"}
 
 
-def run_job(folder: Path, ranks: int, width: int, layers: int, fault: str = "") -> dict[str, Any]:
-    """The `job` of a run, as JSON; raises if there is none."""
+def run_job(
+    folder: Path, ranks: int, width: int, layers: int, fault: str = "", *, asleep_s: float = 0.0
+) -> dict[str, Any]:
+    """The `job` of a run, as JSON; raises if there is none. Each layer sleeps in its passes, besides its work."""
     script, result = folder / "train.py", folder / "run.json"
     script.write_text(SCRIPT)
     result.unlink(missing_ok=True)
@@ -89,6 +111,7 @@ def run_job(folder: Path, ranks: int, width: int, layers: int, fault: str = "") 
     command += ["-m", "nearpeak", "profile", "--stop", "--no-keep", "-o", str(result)]
     command += [*(["--inject", fault] if fault else []), str(script)]
     environment = {**os.environ, "WIDTH": str(width), "LAYERS": str(layers), "OMP_NUM_THREADS": "1"}
+    environment["ASLEEP_S"] = str(asleep_s)
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     if not result.exists() or (job := json.loads(result.read_text())["profile"].get("job")) is None:
         raise RuntimeError(ended.stderr[-2000:])
@@ -123,12 +146,12 @@ def clean(folder: Path, seed: int) -> dict[str, Any]:
     return {"ranks": ranks, "named": _named(run_job(folder, ranks, width, layers)["late"])}
 
 
-def what_if(folder: Path, seed: int) -> dict[str, Any]:
+def what_if(folder: Path, seed: int, *, asleep_s: float = 0.0) -> dict[str, Any]:
     """The step without an injected delay, as predicted, beside runs without it, before and after."""
     ranks, width, layers, rank, _, amount = draw(seed)
-    before = run_job(folder, ranks, width, layers)["wall_s"]
-    job = run_job(folder, ranks, width, layers, f"rank={rank},delay={amount}ms")
-    after = run_job(folder, ranks, width, layers)["wall_s"]
+    before = run_job(folder, ranks, width, layers, asleep_s=asleep_s)["wall_s"]
+    job = run_job(folder, ranks, width, layers, f"rank={rank},delay={amount}ms", asleep_s=asleep_s)
+    after = run_job(folder, ranks, width, layers, asleep_s=asleep_s)["wall_s"]
     predicted = [item["step_s"] for item in job["what_ifs"] if item["what"].startswith(f"rank {rank}'s")]
     return {
         "ranks": ranks,
@@ -180,7 +203,13 @@ def hangs(folder: Path, seed: int) -> dict[str, Any]:
     }
 
 
-RUNS = {"faults": faults, "clean": clean, "what-if": what_if, "hangs": hangs}
+RUNS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    "faults": faults,
+    "clean": clean,
+    "what-if": what_if,
+    "what-if-asleep": partial(what_if, asleep_s=6e-3),
+    "hangs": hangs,
+}
 
 
 def write_result(path: Path, what: str, rows: Sequence[dict[str, Any]]) -> None:

@@ -68,6 +68,8 @@ def test_files_that_are_written_again_are_named_once_when_all_is_recorded(tmp_pa
     kept = "kept as @last; `nearpeak report @last` shows it again"
     assert capsys.readouterr().err.splitlines() == [f"wrote {path}", kept]
     assert len(history.past_runs()) == 1
+    files.write(profile())  # with the other ranks of its job
+    assert capsys.readouterr().err == ""
 
 
 def test_runs_are_listed(capsys):

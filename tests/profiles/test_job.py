@@ -188,6 +188,15 @@ def test_without_numbers_collectives_are_matched_by_order():
     assert job.matched == 1.0 and job.late[0].rank == 1
 
 
+def test_a_report_says_what_its_columns_are_and_how_long_ranks_had_no_processor():
+    reports = made_ranks(preempted=lambda rank, step: 4e-3 if rank == 1 else 0.0)
+    job = analyze_job([replace(report, wall_s=12e-3) for report in reports], 3)
+    report = " ".join(text(document(job)).split())
+    assert "12 steps of 14.0 ms recorded. A step takes 12.0 ms without the profiler." in report
+    assert "more ranks than processors, kept a rank from its processor for 28.6 % of a step" in report
+    assert "Preempted: other work had its processor, inside the other times." in report
+
+
 def test_missing_ranks_are_named():
     job = analyze_job(made_ranks()[:2], 4)
     assert job.missing == (2, 3)

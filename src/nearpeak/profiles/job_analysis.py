@@ -102,6 +102,11 @@ def analyze_job(reports: Sequence[RankReport], world_size: int, *, notes: Sequen
         said.append(f"{percent(joined.matched)} of the collectives were found on all ranks of their group.")
     if not joined.joins:
         said.append("No collective was found on two ranks: who waits for whom cannot be told.")
+    if lateness.others_share >= SHARED and not lateness.notes:
+        said.append(
+            f"Other work, or more ranks than processors, kept a rank from its processor for "
+            f"{percent(lateness.others_share)} of a step: times vary with that."
+        )
     if replay.note:
         said.append(replay.note)
     ranks = tuple(_rank_parts(report, steps[report.timeline.rank], lateness) for report in reports)
@@ -260,20 +265,21 @@ class _Lateness:
         if not self._is_awaited(rank, steps) and not self._would_be_awaited(rank, usual):
             return None
         found = self._late_rank(rank, steps, usual, "always")
-        if found.cause == "slower kernels" and (share := self._share_of_others()) >= SHARED:
+        if found.cause == "slower kernels" and self.others_share >= SHARED:
             self.notes.append(
-                f"Ops of rank {rank} take longer. Other work had the processors of the ranks for {percent(share)} of a "
-                "step, and may be the reason: the rank is not called late."
+                f"Ops of rank {rank} take longer. Other work had the processors of the ranks for "
+                f"{percent(self.others_share)} of a step, and may be the reason: the rank is not called late."
             )
             return None
         return found
 
-    def _share_of_others(self) -> float:
+    @property
+    def others_share(self) -> float:
         """The share of a step in which other work had the processor of a rank, of the rank with most of it; 0 where ops
         run on a GPU, whose clock is known."""
         if any(timeline.clock_hz for timeline in self._joined.timelines.values()):
             return 0.0
-        preempted = [median([step.preempted_s or 0.0 for step in self._steps[rank]]) for rank in self._ranks]
+        preempted = [median([step.preempted_s or 0.0 for step in self._steps[rank]] or [0.0]) for rank in self._ranks]
         return max(preempted) / self._step_s if self._step_s else 0.0
 
     def _is_awaited(self, rank: int, steps: Sequence[int]) -> bool:

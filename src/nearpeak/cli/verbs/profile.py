@@ -358,7 +358,7 @@ class ResultFiles:
 
     They are written as soon as there is a profile, before the report is printed: however the process ends after that,
     they are there. An error in one of them does not stop the others. What was written is said once, when all is
-    recorded: until then files may be written again.
+    recorded, although files may be written again: with the other ranks of a job.
     """
 
     def __init__(self, arguments: argparse.Namespace, *, keep: bool) -> None:
@@ -366,6 +366,7 @@ class ResultFiles:
         """The exit code of the last error."""
         self._lines: list[str] = []
         """What is to be said of the last files that were written."""
+        self._said: set[str] = set()
         from nearpeak.profiles import history
 
         self._arguments, self._keep = arguments, keep and not arguments.no_keep and history.is_enabled()
@@ -386,7 +387,9 @@ class ResultFiles:
             self._written = profile
         if is_final:
             for line in self._lines:
-                narrate(line)
+                if line not in self._said:
+                    narrate(line)
+            self._said.update(self._lines)
             self._lines = []
 
     def _write(self, profile: Profile) -> None:

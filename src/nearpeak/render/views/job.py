@@ -58,7 +58,9 @@ def job_sentences(job: JobProfile) -> list[str]:
 
 
 def _summary(job: JobProfile) -> Iterator[Block]:
-    yield Paragraph(text=f"Job: {job.world_size} ranks, {job.steps} steps of {seconds_text(job.step_s)} recorded.")
+    clean = "" if job.wall_s == job.step_s else f" A step takes {seconds_text(job.wall_s)} without the profiler."
+    recorded = f"Job: {job.world_size} ranks, {job.steps} steps of {seconds_text(job.step_s)} recorded."
+    yield Paragraph(text=recorded + clean)
     yield Items(items=tuple(job_sentences(job)), marker="- ")
 
 
@@ -84,7 +86,11 @@ def _ranks(job: JobProfile) -> Table:
         )
         for parts in shown
     ]
-    hidden = len(job.ranks) - len(shown)
+    notes = ["Medians over steps. Arrival wait: until the last rank came to its collectives."]
+    if any(parts.preempted_s for parts in shown):
+        notes.append("Preempted: other work had its processor, inside the other times.")
+    if hidden := len(job.ranks) - len(shown):
+        notes.append(f"{hidden} ranks that wait longer are not shown.")
     return Table(
         headers=(
             "rank",
@@ -93,7 +99,7 @@ def _ranks(job: JobProfile) -> Table:
             "preempted",
         ),
         rows=tuple(rows),
-        note=f"{hidden} ranks that wait longer are not shown." if hidden else "",
+        note=" ".join(notes),
     ).without_empty_columns(1)
 
 
