@@ -6,7 +6,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from made_jobs import TRANSFER_S, made_ranks  # type: ignore[import-not-found]
+from made_jobs import TRANSFER_S, made_bucket_ranks, made_ranks  # type: ignore[import-not-found]
 
 from nearpeak._records import from_json, to_json
 from nearpeak.profiles.job import RankReport
@@ -134,6 +134,16 @@ def test_a_device_goes_on_while_its_host_has_no_processor():
     assert analyze_job(devices, 3).late == ()
 
 
+@pytest.mark.parametrize("taken_s", [0.0, 4e-3])
+def test_what_takes_longer_in_some_steps_may_be_other_work(taken_s):
+    def own(rank, step):
+        return {} if rank != 1 else {"input": 4e-3} if step < 7 else {"ops": 14e-3}
+
+    job = analyze_job(made_ranks(own=own, preempted=lambda rank, step: taken_s), 3)
+    assert [late.cause for late in job.late] == ([] if taken_s else ["input"])
+    assert any("Not always the same parts of rank 1 take longer" in note for note in job.notes) == bool(taken_s)
+
+
 def test_half_of_two_causes_cannot_be_told():
     def own(rank, step):
         return {"input": 2e-3, "python": 3e-3, "garbage collection": 2e-3} if rank == 1 else {}
@@ -224,3 +234,28 @@ def test_the_work_of_an_analysis_grows_with_its_ranks_and_not_with_their_square(
         return seen
 
     assert calls(64) < 5 * calls(16)
+
+
+@pytest.mark.parametrize(
+    ("count", "buckets", "transfer_s", "delays"),
+    [
+        (2, 2, 2e-3, {0: 2e-3}),
+        (2, 4, 1e-3, {0: 5e-3}),
+        (3, 4, 2e-3, {2: 4e-3}),
+        (4, 4, 4e-3, {0: 8e-3}),
+        (4, 6, 4e-3, {3: 8e-3}),  # meanwhile the buckets before it end, which it would have to wait for
+        (4, 6, 6e-3, {1: 10e-3}),
+        (8, 4, 2e-3, {0: 12e-3}),
+        (8, 8, 1e-3, {8: 6e-3}),
+        (3, 3, 8e-3, {0: 20e-3}),
+        (4, 4, 2e-3, {1: 3e-3, 3: 3e-3}),
+    ],
+)
+def test_a_step_of_buckets_without_a_delay_is_that_of_a_run_without_it(count, buckets, transfer_s, delays):
+    settings = {"buckets": buckets, "transfer_s": transfer_s, "jitter": 1e-4}
+    healthy = analyze_job(made_bucket_ranks(count, **settings), count)
+    job = analyze_job(made_bucket_ranks(count, delays=lambda rank: delays if rank == 1 else {}, **settings), count)
+    assert healthy.late == ()
+    assert job.replayed_s == pytest.approx(job.step_s, rel=0.02)
+    assert job.what_ifs[0].what == "rank 1's Python"
+    assert job.what_ifs[0].step_s == pytest.approx(healthy.step_s, rel=0.01)

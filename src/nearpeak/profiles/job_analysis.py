@@ -265,13 +265,30 @@ class _Lateness:
         if not self._is_awaited(rank, steps) and not self._would_be_awaited(rank, usual):
             return None
         found = self._late_rank(rank, steps, usual, "always")
-        if found.cause == "slower kernels" and self.others_share >= SHARED:
-            self.notes.append(
-                f"Ops of rank {rank} take longer. Other work had the processors of the ranks for "
-                f"{percent(self.others_share)} of a step, and may be the reason: the rank is not called late."
-            )
-            return None
-        return found
+        if self.others_share < SHARED or found.cause == "more work":  # its ops are counted, not timed
+            return found
+        if found.cause != "slower kernels" and self._is_steady(rank, found):
+            return found
+        seen = "Ops" if found.cause == "slower kernels" else "Not always the same parts"
+        self.notes.append(
+            f"{seen} of rank {rank} take longer. Other work had the processors of the ranks for "
+            f"{percent(self.others_share)} of a step, and may be the reason: the rank is not called late."
+        )
+        return None
+
+    def _is_steady(self, rank: int, late: LateRank) -> bool:
+        """Whether the activity that makes a rank late does so from step to step: other work interrupts any of them."""
+        activity = _ACTIVITY_OF.get(late.cause)
+        if activity is None:
+            return False
+        seconds = {each: {step.number: step.seconds(activity) for step in self._steps[each]} for each in self._ranks}
+        steady = [
+            step
+            for step in self._joined.common
+            if seconds[rank][step] - median([seconds[each][step] for each in self._ranks if each != rank])
+            >= late.late_s / 3
+        ]
+        return len(steady) >= STEADY_SHARE * self._count
 
     @property
     def others_share(self) -> float:
@@ -640,16 +657,22 @@ class _Model:
         self._service: dict[int, float] = {}
         """Seconds that each collective took once it could begin."""
         self._before: dict[int, int] = {}
-        """The collective before each one in its group, if it was still running when all ranks had called this one."""
+        """The collective before each one in its group and stream, which run one after the other.
+
+        Where a backend ran some at the same time, those alone that were still running when all ranks had called the
+        next one.
+        """
         self._ends = [join.end for join in joined.joins]
-        last: dict[tuple[str, int], int] = {}
+        lanes: dict[tuple[str, int], list[int]] = {}
         for number, join in enumerate(joined.joins):
-            lane = join.facts.group, join.facts.stream
-            start = join.start
-            if lane in last and self._ends[last[lane]] > start:
-                self._before[number] = last[lane]
-                start = self._ends[last[lane]]
-            last[lane] = number
+            lanes.setdefault((join.facts.group, join.facts.stream), []).append(number)
+        for numbers in lanes.values():
+            in_turn = all(self._ends[first] <= self._ends[second] for first, second in pairwise(numbers))
+            for first, second in pairwise(numbers):
+                if in_turn or self._ends[first] > joined.joins[second].start:
+                    self._before[second] = first
+        for number, join in enumerate(joined.joins):
+            start = max(join.start, self._ends[self._before[number]] if number in self._before else join.start)
             self._service[number] = max(0.0, self._ends[number] - start)
         parts = {
             (rank, step.number): _seconds_between_calls(step) for rank, steps in self._steps.items() for step in steps
@@ -678,20 +701,21 @@ class _Model:
         ends: dict[int, float] = {}
 
         def end_of(number: int) -> float | None:
-            if number not in self._called:  # it was called before the first of these steps
-                return self._ends[number]
-            if number in ends:
-                return ends[number]
-            if waiting_for[number]:
-                return None
-            before = self._before.get(number)
-            start = arrived[number]
-            if before is not None:
-                earlier = end_of(before)
-                if earlier is None:
+            pending = [number]  # a list, as thousands may not have been waited for yet
+            while pending:
+                current = pending[-1]
+                before = self._before.get(current)
+                if current in ends:
+                    pending.pop()
+                elif current not in self._called:  # it was called before the first of these steps
+                    ends[current] = self._ends[current]
+                elif waiting_for[current]:
                     return None
-                start = max(start, earlier)
-            ends[number] = start + self._service[number]
+                elif before is not None and before not in ends:
+                    pending.append(before)
+                else:
+                    start = arrived[current] if before is None else max(arrived[current], ends[before])
+                    ends[current] = start + self._service[current]
             return ends[number]
 
         moved = True

@@ -95,7 +95,7 @@ class EventFile:
         except (ValueError, RecursionError):  # of its errors, all are ValueErrors
             return None
         events = document.get("traceEvents") if isinstance(document, dict) else None
-        if not isinstance(events, list) or not all(type(event) is dict and event for event in events):
+        if not isinstance(events, list) or not set(map(type, events)) <= {dict} or not all(events):
             return None
         self.metadata = {key: value for key, value in document.items() if key != "traceEvents"}
         return events
