@@ -192,3 +192,9 @@ def test_collectives_of_another_gpu_are_refused(capsys, tmp_path):
     code, _, err = plan(capsys, "collectives", "--on", "b200 x 8", "--comm", str(path))
     assert code == 2
     assert "it was measured on 8 ranks of NVIDIA H100 80GB HBM3, and the plan is for" in err
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp"])
+def test_a_plan_of_each_kind_of_sharding_is_shown(sharding: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "train", "llama-3-8b", "--on", "h100-sxm x 8", "--sharding", sharding]) == 0
+    assert "Training llama-3-8b" in capsys.readouterr().out

@@ -85,3 +85,9 @@ def test_a_negative_group_and_nodes_without_experts_are_errors() -> None:
         Layout(gpus=8, global_batch=8, shard_group=-1)
     with pytest.raises(UsageError, match=r"routed_nodes=4: llama-3-8b has no experts. Nearest: routed_nodes=0"):
         Layout(gpus=8, global_batch=8, routed_nodes=4).check(get_model("llama-3-8b"), 4096)
+
+
+def test_dualpipe_needs_two_microbatches_for_each_stage() -> None:
+    with pytest.raises(UsageError, match=r"gives 7 for pp=4.*global_batch=8"):
+        Layout(gpus=4, pp=4, global_batch=7, schedule="dualpipe")
+    assert Layout(gpus=4, pp=4, global_batch=8, schedule="dualpipe").microbatches == 8

@@ -212,3 +212,18 @@ def test_dualpipe_has_the_states_and_activations_of_both_directions() -> None:
     # a rank and its counterpart have the same two stages, and share their optimizer states
     assert both[0].optimizer == both[-1].optimizer
     assert sum(stage.optimizer for stage in both) == pytest.approx(sum(stage.optimizer for stage in plain))
+
+
+@pytest.mark.parametrize("recompute", [(), ("layer",)])
+def test_zero_bubble_stages_wait_with_whole_activations_for_gradients_of_weights(recompute: tuple[str, ...]) -> None:
+    fields = {"gpus": 8, "pp": 8, "global_batch": 32, "recompute": recompute}
+    plain = memory_by_stage(job("llama-3-8b", **fields))
+    delayed = memory_by_stage(job("llama-3-8b", schedule="zero-bubble", **fields))
+    assert delayed[0].total == plain[0].total
+    assert delayed[5].total > plain[5].total
+    name = "deferred weight gradients"
+    whole = memory_by_stage(job("llama-3-8b", **(fields | {"recompute": ()})))[5].activation / 3  # of 3 microbatches
+    assert delayed[5].activations[name] == pytest.approx(5 * whole)
+    assert name not in delayed[0].activations
+    every = job("llama-3-8b", schedule="zero-bubble", **fields)
+    assert peak(every) == pytest.approx(max(stage.total for stage in delayed))

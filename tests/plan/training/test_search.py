@@ -15,9 +15,9 @@ from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import Model
 from nearpeak.plan.training.job import Job
-from nearpeak.plan.training.layout import Layout
-from nearpeak.plan.training.memory import memory, memory_by_stage
-from nearpeak.plan.training.search import layouts, search, search_plan
+from nearpeak.plan.training.layout import Layout, Schedule
+from nearpeak.plan.training.memory import memory, memory_by_stage, peak
+from nearpeak.plan.training.search import ALL_SCHEDULES, SCHEDULES, SLOWEST, layouts, search, search_plan
 from nearpeak.plan.training.time import Planner, training_time
 
 
@@ -28,7 +28,24 @@ def test_every_layout_is_legal_and_met_once() -> None:
     for layout in found:
         layout.check(qwen, 4096)
     assert {layout.ep for layout in found} == {1, 2, 4, 8, 16}
-    assert {layout.sharding for layout in found} == {"zero1", "zero3", "hsdp", "none"}
+    assert {layout.sharding for layout in found} == {"zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "none"}
+    assert {layout.sharding for layout in found if layout.pp > 1} == {"none", "zero1", "shard_grad_op", "zero3"}
+    assert {layout.etp for layout in found} == {1, 2, 4, 8}
+    assert {layout.schedule for layout in found} == {"1f1b", "interleaved"}
+    assert not any(layout.overlap_experts for layout in found)
+
+
+def test_other_schedules_and_overlapped_experts_are_tried_on_demand() -> None:
+    qwen, cluster = get_model("qwen3-30b-a3b").with_layers(6), Cluster.of("h100-sxm x 4")
+    found = list(layouts(qwen, cluster, 64, 4096, schedules=ALL_SCHEDULES, overlap_experts=True))
+    assert len(found) == len(set(found))
+    assert {layout.schedule for layout in found} == set(ALL_SCHEDULES)
+    overlapped = [layout for layout in found if layout.overlap_experts]
+    assert overlapped and all(layout.ep > 1 and layout.microbatches > 1 for layout in overlapped)
+    assert all(layout.pp == 1 or layout.schedule == "interleaved" for layout in overlapped)
+    assert not any("layer" in layout.recompute for layout in overlapped)
+    for layout in found:
+        layout.check(qwen, 4096)
 
 
 def test_the_winner_fits_and_none_that_fits_is_faster() -> None:
@@ -62,7 +79,7 @@ def test_a_reason_names_what_another_choice_loses() -> None:
 
 def test_nothing_fits_is_an_answer_with_what_would_be_needed() -> None:
     found = search(get_model("llama-3.1-405b"), Cluster.of("h100-sxm x 8"), global_batch=8, sequence=8192)
-    assert found.best is None and found.fitting == 0 and found.legal > 0
+    assert found.best is None and found.computed == 0 and found.legal > 0
     assert found.smallest > 80e9
 
 
@@ -103,27 +120,38 @@ def _random_model(draw: random.Random) -> Model:
     )
 
 
-def _all_layouts(model: Model, gpus: int, batch: int, sequence: int) -> Iterator[Layout]:
+def _all_layouts(
+    model: Model, gpus: int, batch: int, sequence: int, schedules: tuple[Schedule, ...], overlap: bool
+) -> Iterator[Layout]:
     """Every combination of fields, those that are not legal dropped by the layout's own checks."""
     modules = ["norm", "feed_activation"] + ["feed"] * ("D" in model.feeds)
     modules += ["experts"] * model.is_moe + ["mla_up"] * bool(model.kv_rank)
     subsets = [item for size in range(len(modules) + 1) for item in itertools.combinations(modules, size)]
-    degrees = (1, 2, 4)
-    for tp, cp, pp, ep in itertools.product(degrees, degrees, range(1, gpus + 1), degrees):
-        if gpus % (tp * cp * pp) or gpus % (ep * pp) or (ep > 1 and not model.is_moe):
+    degrees, microbatches = (1, 2, 4), [2**power for power in range(7) if 2**power <= max(8, 2**15 // sequence)]
+    for tp, cp, pp, ep, etp in itertools.product(degrees, degrees, range(1, gpus + 1), degrees, degrees):
+        if gpus % (tp * cp * pp) or gpus % (ep * etp * pp) or (ep * etp > 1 and not model.is_moe):
             continue
         dp = gpus // (tp * cp * pp)
-        shardings = ["none"] if dp * cp == 1 else ["zero1"] if pp > 1 else ["zero1", "zero3"]
-        for microbatch, virtual, sharding, recompute in itertools.product(
-            (1, 2, 4, 8), range(1, model.layers + 1), shardings, [*subsets, ("ops",), ("layer",)]
-        ):
+        shardings = ["none"] if dp * cp == 1 else ["none", "zero1", "shard_grad_op", "zero3"]
+        shardings += ["zero2"] * (dp * cp > 1 and pp == 1)
+        for microbatch, virtual, schedule, sharding, overlapped, recompute in itertools.product(
+            microbatches, range(1, model.layers + 1), schedules if pp > 1 else ("1f1b",), shardings,
+            (False, True) if overlap and ep > 1 else (False,), [*subsets, ("ops",), ("layer",)],
+        ):  # fmt: skip
+            if (virtual > 1) != (schedule == "interleaved") or (schedule == "dualpipe" and pp % 2):
+                continue
+            if overlapped and (recompute == ("layer",) or schedule != ("1f1b" if pp == 1 else "interleaved")):
+                continue
             try:
                 layout = Layout(
-                    gpus=gpus, global_batch=batch, microbatch=microbatch, tp=tp, cp=cp, pp=pp, ep=ep, virtual=virtual,
-                    sharding=sharding, recompute=recompute, overlap_tensor=tp > 1,
+                    gpus=gpus, global_batch=batch, microbatch=microbatch, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp,
+                    virtual=virtual, schedule=schedule, sharding=sharding, recompute=recompute,
+                    overlap_tensor=tp > 1, overlap_experts=overlapped,
                 )  # fmt: skip
                 layout.check(model, sequence)
             except UsageError:
+                continue
+            if overlapped and layout.microbatches == 1:
                 continue
             yield layout
 
@@ -132,20 +160,39 @@ def _space(seed: int) -> None:
     draw = random.Random(seed)
     model, gpus, sequence = _random_model(draw), draw.choice((1, 2, 4)), draw.choice((512, 4096))
     batch = gpus * draw.choice((1, 2, 3, 8))
+    schedules = draw.choice((SCHEDULES, ALL_SCHEDULES, ("1f1b", "zero-bubble"), ("interleaved", "dualpipe")))
+    overlap = draw.random() < 0.5
     cluster = Cluster.of(f"h100-sxm x {gpus}")
-    jobs = [Job(model=model, layout=layout, sequence=sequence) for layout in _all_layouts(model, gpus, batch, sequence)]
+    every = _all_layouts(model, gpus, batch, sequence, schedules, overlap)
+    jobs = [Job(model=model, layout=layout, sequence=sequence) for layout in every]
     needs = [max(stage.total for stage in memory_by_stage(job)) for job in jobs]
     # a capacity that some layouts fit and others do not
     capacity = sorted(needs)[int(draw.random() * (len(needs) - 1))]
     cluster = replace(cluster, machine=replace(cluster.machine, memory_bytes=int(capacity) + 1))
     planner = Planner(cluster)
-    fastest = min(planner.time(job).seconds for job, need in zip(jobs, needs, strict=True) if need <= capacity)
-    found = search(model, cluster, global_batch=batch, sequence=sequence)
+    fitting = [(planner.seconds(job), need, job) for job, need in zip(jobs, needs, strict=True) if need <= capacity]
+    fastest = min(seconds for seconds, _, _ in fitting)
+    found = search(model, cluster, global_batch=batch, sequence=sequence, schedules=schedules, overlap_experts=overlap)
     assert found.best is not None
     assert found.best.seconds == pytest.approx(fastest, rel=1e-9), seed
-    best = Job(model=model, layout=found.best.layout, sequence=sequence)
-    assert memory(best).total == pytest.approx(found.best.memory, rel=1e-9)
-    assert planner.time(best).seconds == pytest.approx(found.best.seconds, rel=1e-9)
+    for candidate in (found.best, *found.front):
+        best = Job(model=model, layout=candidate.layout, sequence=sequence)
+        assert memory(best).total == pytest.approx(candidate.memory, rel=1e-9)
+        assert peak(best) == pytest.approx(candidate.memory, rel=1e-9)
+        assert planner.time(best).seconds == pytest.approx(candidate.seconds, rel=1e-9)
+    # nothing beats the front in time and memory, and no alternative the reasons name
+    for seconds, need, _ in fitting:
+        if seconds < SLOWEST * fastest * (1 - 1e-9):
+            assert any(
+                other.seconds <= seconds * (1 + 1e-9) and other.memory <= need * (1 + 1e-9) for other in found.front
+            ), seed
+    for reason in found.reasons:
+        others = [item for item, _, job in fitting if getattr(job.layout, reason.field) != reason.value]
+        least = min(others, default=float("inf"))
+        if least < SLOWEST * fastest * (1 - 1e-9):
+            assert reason.other is not None
+            if reason.field not in ("recompute",):  # other sets of modules may save the same
+                assert reason.other.seconds == pytest.approx(least, rel=1e-9), (seed, reason.field)
 
 
 @pytest.mark.parametrize("seed", (0, 1, 9))
@@ -209,7 +256,8 @@ def test_a_condition_without_a_legal_layout_is_left_out() -> None:
     # a quarter of 37 sequences cannot be spread over 37 times 8 GPUs
     found = search_plan(get_model("llama-3-8b"), Cluster.of("h100-sxm x 296"), sequence=4096, global_batch=37)
     assert found.plan is not None
-    assert [condition.what for condition in found.conditions] == ["memory x 1.5", "network x 2", "network / 2"]
+    whats = [condition.what for condition in found.conditions]
+    assert whats == ["any schedule", "memory x 1.5", "network x 2", "network / 2"]
 
 
 @pytest.mark.parametrize(("sequence", "largest"), [(128, 256), (1024, 32), (4096, 8), (32768, 8)])
@@ -231,3 +279,33 @@ def test_no_larger_microbatch_of_short_sequences_beats_the_search() -> None:
 def test_a_search_refuses_an_option_that_it_would_ignore(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "train", "llama-3-8b", "--on", "h100-sxm x 8", "--no-sequence-parallel"]) == 2
     assert "--no-sequence-parallel needs a layout" in capsys.readouterr().err
+
+
+def test_no_layout_by_hand_with_another_schedule_beats_a_search_that_tries_it() -> None:
+    """An issue of earlier searches: zero-bubble pipelines, kept weights and experts in slices were left to the user."""
+    llama, cluster = get_model("llama-3-8b"), Cluster.of("h100-sxm x 16")
+    common = search(llama, cluster, global_batch=16, sequence=8192).best
+    every = search(llama, cluster, global_batch=16, sequence=8192, schedules=ALL_SCHEDULES).best
+    assert common is not None and every is not None and every.seconds <= common.seconds
+    planner = Planner(cluster)
+    for schedule, pp in itertools.product(("zero-bubble", "dualpipe"), (2, 4, 8)):
+        for sharding in ("zero1", "shard_grad_op"):
+            try:
+                layout = Layout(gpus=16, global_batch=16, pp=pp, tp=2, sharding=sharding, schedule=schedule)
+                job = Job(model=llama, layout=layout, sequence=8192)
+            except UsageError:
+                continue
+            if memory(job).total <= (cluster.machine.memory_bytes or 0):
+                assert planner.seconds(job) >= every.seconds * (1 - 1e-9)
+
+
+def test_a_schedule_alone_restricts_the_search(capsys: pytest.CaptureFixture[str]) -> None:
+    train = ["plan", "train", "llama-3-8b", "--on", "h100-sxm x 8", "--batch", "16", "--sequence", "4k"]
+    assert main([*train, "--schedule", "any"]) == 0
+    out = capsys.readouterr().out
+    assert "Pipelines: 1f1b, interleaved, zero-bubble, dualpipe." in out and "any schedule" not in out
+    assert main(train) == 0
+    out = capsys.readouterr().out
+    assert "Pipelines: 1f1b, interleaved." in out and "any schedule" in out
+    assert main([*train, "--schedule", "gpipe"]) == 2
+    assert "'gpipe' is not known" in capsys.readouterr().err

@@ -81,7 +81,8 @@ def test_eight_bits_are_faster_and_not_twice() -> None:
 def test_the_bubble_shrinks_with_interleaving_and_with_microbatches() -> None:
     plain = timed(pp=4, gpus=64)
     assert timed(pp=4, virtual=4).parts["bubble"] == pytest.approx(plain.parts["bubble"] / 4, rel=0.2)
-    assert timed(pp=4, schedule="zero-bubble").parts["bubble"] == pytest.approx(plain.parts["bubble"] / 3)
+    # a third where forward passes and both backward passes take the same; attention and norms have no weights
+    assert 1 / 3 < timed(pp=4, schedule="zero-bubble").parts["bubble"] / plain.parts["bubble"] < 0.7
     more = timed(pp=4, global_batch=1024)
     assert more.parts["bubble"] / more.seconds < plain.parts["bubble"] / plain.seconds
     assert timed().parts["bubble"] == 0
@@ -285,3 +286,25 @@ def test_offload_needs_the_bandwidth_of_the_host() -> None:
 def test_years_of_software_are_years(year: float, near: int) -> None:
     with pytest.raises(UsageError, match=f"year=.*Nearest: year={near}"):
         replace(job(), year=year)
+
+
+def test_frozen_weights_leave_nothing_to_fill_a_bubble_with() -> None:
+    """ZB-H1 delays gradients of weights; beside adapters there are none."""
+    bubbles = [
+        training_time(
+            replace(job("llama-3-8b", gpus=64, pp=4, global_batch=64, schedule=schedule), trainable=0.01),
+            Cluster.of("h100-sxm x 64"),
+        ).parts["bubble"]
+        for schedule in ("1f1b", "zero-bubble")
+    ]
+    assert bubbles[1] == pytest.approx(bubbles[0])
+
+
+def test_one_microbatch_has_no_other_whose_computation_hides_its_experts() -> None:
+    alone, overlapped = (
+        training_time(
+            job("qwen3-30b-a3b", gpus=64, ep=8, global_batch=64, overlap_experts=overlap), Cluster.of("h100-sxm x 64")
+        ).parts["experts"]
+        for overlap in (False, True)
+    )
+    assert overlapped == alone > 0

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from nearpeak.plan.models.model import Model
     from nearpeak.plan.serving.simulate import Workload
     from nearpeak.plan.training.job import Job
+    from nearpeak.plan.training.layout import Schedule
     from nearpeak.render.document import Document
     from nearpeak.render.views.plan.sliders import Sliders
 
@@ -56,7 +57,7 @@ LAYOUT_OPTIONS = (
     "recompute_share",
     "offload",
 )
-"""Options that define a layout; without any of them, layouts are searched."""
+"""Options that define a layout; without any of them but --schedule, layouts are searched."""
 
 
 def whole_number(text: str) -> int:
@@ -106,7 +107,11 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
         ("etp", "tensor parallel inside an expert"),
     ):
         group.add_argument(f"--{name}", type=whole_number, metavar="N", help=f"{meaning} (1)")
-    group.add_argument("--schedule", metavar="NAME", help="1f1b, interleaved, zero-bubble or dualpipe (1f1b)")
+    group.add_argument(
+        "--schedule",
+        metavar="NAME",
+        help="1f1b, interleaved, zero-bubble or dualpipe (1f1b); in a search those to try, or any (1f1b,interleaved)",
+    )
     group.add_argument(
         "--sharding", metavar="NAME", help="none, zero1, zero2, shard_grad_op, zero3 (FSDP) or hsdp (zero1)"
     )
@@ -125,7 +130,9 @@ def add_layout(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--offload", metavar="WHAT", help="none, optimizer, optimizer+gradients or all (none)")
     group.add_argument("--no-sequence-parallel", action="store_true", help="norms and residuals on every TP rank")
-    group.add_argument("--overlap", metavar="WHAT", help="of gradients,pipeline,tensor,experts (all but experts)")
+    group.add_argument(
+        "--overlap", metavar="WHAT", help="of gradients,pipeline,tensor,experts (all but experts); in a search: experts"
+    )
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -211,7 +218,7 @@ def with_measured(cluster: Cluster, path: str) -> Cluster:
 
 def has_layout(arguments: argparse.Namespace) -> bool:
     """Whether any option of a layout was given."""
-    return any(getattr(arguments, name) is not None for name in LAYOUT_OPTIONS)
+    return any(getattr(arguments, name) is not None for name in LAYOUT_OPTIONS if name != "schedule")
 
 
 def job_of(arguments: argparse.Namespace, model: Model, cluster: Cluster | None, *, tokens: int | None = None) -> Job:
@@ -448,14 +455,18 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
     from nearpeak.render.views.plan.sliders import training_sliders
     from nearpeak.render.views.plan.training import search_document
 
-    for name in ("microbatch", "overlap", "trainable", "year", "profile", "no_sequence_parallel"):
+    for name in ("microbatch", "trainable", "year", "profile", "no_sequence_parallel"):
         given = getattr(arguments, name)
         if given is True or given not in (None, False, 1):
             option = "from" if name == "profile" else name.replace("_", "-")
             raise UsageError(f"--{option} needs a layout: give --tp, --pp, --sharding or another option of it as well.")
+    if arguments.overlap not in (None, "none", "experts"):
+        raise UsageError("--overlap of a search is experts: the others are as a layout has them. Nearest: experts.")
     answer = search_plan(
         model,
         cluster,
+        schedules=searched_schedules(arguments.schedule),
+        overlap_experts=arguments.overlap == "experts",
         sequence=arguments.sequence,
         global_batch=arguments.batch,
         precision=precision_named(arguments.precision),
@@ -463,13 +474,25 @@ def run_search(arguments: argparse.Namespace, model: Model, cluster: Cluster) ->
         price=arguments.price,
     )
     search, plan = answer.search, answer.plan
-    narrate(
-        f"{search.legal} legal layouts, {search.computed} computed, {search.fitting} fit; {search.search_seconds:.1f} s"
-    )
+    narrate(f"{search.legal} legal layouts, {search.computed} timed; {search.search_seconds:.1f} s")
     write_plan(
         search_document(answer, arguments.top), answer, arguments, lambda: training_sliders(plan) if plan else None
     )
     return 0
+
+
+def searched_schedules(text: str | None) -> tuple[Schedule, ...]:
+    """The schedules that --schedule says for a search: names with commas between, or "any"."""
+    from nearpeak.plan.training.search import ALL_SCHEDULES, SCHEDULES
+
+    if text is None:
+        return SCHEDULES
+    names = {part.strip() for part in text.split(",")}
+    if names == {"any"}:
+        return ALL_SCHEDULES
+    for name in sorted(names - set(ALL_SCHEDULES)):
+        raise UsageError(f"--schedule {name!r} is not known. {did_you_mean(name, (*ALL_SCHEDULES, 'any'))}")
+    return tuple(name for name in ALL_SCHEDULES if name in names)
 
 
 DEGREES = ("tp", "pp", "dp", "ep", "redundant", "overlap")

@@ -98,6 +98,12 @@ class Layout:
                 f"schedule='dualpipe' needs an even pp and virtual=1, and pp={self.pp}, virtual={self.virtual}. "
                 f"Nearest: pp={self.pp + self.pp % 2}, virtual=1."
             )
+        if self.schedule == "dualpipe" and self.pp > 1 and self.microbatches < 2 * self.pp:
+            raise UsageError(
+                f"schedule='dualpipe' needs two microbatches for each stage, and global_batch={self.global_batch} "
+                f"gives {self.microbatches} for pp={self.pp}. "
+                f"Nearest: global_batch={2 * self.pp * self.dp * self.microbatch}."
+            )
         if self.virtual > 1 and self.pp == 1:
             raise UsageError(f"virtual={self.virtual} needs a pipeline, and pp=1. Nearest: virtual=1.")
         if self.split and (len(self.split) != self.pp or self.virtual > 1 or min(self.split) < 0):
@@ -263,11 +269,17 @@ def pipeline_stages(model: Model, layout: Layout) -> list[Stage]:
     return [pipeline_stage(model, layout, index) for index in range(layout.pp)]
 
 
-def pipeline_stage(model: Model, layout: Layout, index: int) -> Stage:
-    """The pipeline stage `index`."""
-    microbatches = in_flight(layout.pp, layout.virtual, layout.microbatches, index)
+def pipeline_stage(model: Model, layout: Layout, index: int, virtual: int | None = None) -> Stage:
+    """The pipeline stage `index`; `virtual`: in another number of pieces."""
+    virtual = layout.virtual if virtual is None else virtual
+    microbatches = in_flight(layout.pp, virtual, layout.microbatches, index)
     spread = layout.ep * layout.etp
-    return _stage(model, layout.tp, spread, layout.pp, layout.virtual, layout.split, layout.etp, index, microbatches)
+    return _stage(model, layout.tp, spread, layout.pp, virtual, layout.split, layout.etp, index, microbatches)
+
+
+def whole_model(model: Model, layout: Layout) -> Stage:
+    """All layers as one stage: what the stages have together, or less."""
+    return _stage(model, layout.tp, layout.ep * layout.etp, 1, 1, (), layout.etp, 0, 1.0)
 
 
 @lru_cache(maxsize=8192)
@@ -381,11 +393,22 @@ def groups_of_stages(
 ) -> tuple[tuple[StageKind, int, int], ...]:
     """`stage_groups` by numbers, for a search."""
     groups: dict[StageKind, list[int]] = {}
+    for index, kind in enumerate(kinds_of_stages(mixers, feeds, pp, virtual, split, output_layers)):
+        groups.setdefault(kind, []).append(index)
+    return tuple((kind, members[0], len(members)) for kind, members in groups.items())
+
+
+@lru_cache(maxsize=4096)
+def kinds_of_stages(
+    mixers: str, feeds: str, pp: int, virtual: int, split: tuple[int, ...], output_layers: int
+) -> tuple[StageKind, ...]:
+    """The kind of each pipeline stage."""
+    kinds: list[StageKind] = []
     for index in range(pp):
         places = layers_of(len(mixers), pp, virtual, split, index, output_layers)
-        blocks = ("".join(sorted(letters[place] for place in places)) for letters in (mixers, feeds))
-        groups.setdefault((*blocks, index == 0, index == pp - 1), []).append(index)  # type: ignore[arg-type]
-    return tuple((kind, members[0], len(members)) for kind, members in groups.items())
+        blocks = ["".join(sorted(letters[place] for place in places)) for letters in (mixers, feeds)]
+        kinds.append((blocks[0], blocks[1], index == 0, index == pp - 1))
+    return tuple(kinds)
 
 
 def in_flight(pp: int, virtual: int, microbatches: int, index: int) -> float:
@@ -398,3 +421,12 @@ def in_flight(pp: int, virtual: int, microbatches: int, index: int) -> float:
         pieces = 2 * later + (virtual - 1) * pp + 1
         return min(pieces, microbatches * virtual) / virtual
     return float(min(later + 1, microbatches))
+
+
+def deferred(pp: int, microbatches: int, index: int) -> float:
+    """Microbatches of a zero-bubble stage whose gradients of weights are still to be computed at the peak.
+
+    Their activations stay beside those of `in_flight`, so that all stages have as many as the first (ZB-H1,
+    arXiv:2401.10241, table 2).
+    """
+    return float(min(pp, microbatches) - min(pp - index, microbatches))

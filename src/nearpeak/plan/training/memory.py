@@ -22,7 +22,15 @@ from functools import lru_cache
 
 from nearpeak.plan.models.model import Model, attention_matrices
 from nearpeak.plan.training.job import Job, Precision, Software
-from nearpeak.plan.training.layout import Stage, pipeline_stage, pipeline_stages, stage_groups
+from nearpeak.plan.training.layout import (
+    Stage,
+    deferred,
+    kinds_of_stages,
+    output_layers,
+    pipeline_stage,
+    pipeline_stages,
+    stage_groups,
+)
 
 CONTEXT = 0.6e9
 """CUDA context and libraries, outside of torch's allocator. Assumed."""
@@ -145,21 +153,45 @@ def peak(job: Job) -> float:
 
     Of stages that are alike, the first has the most microbatches in flight.
     """
-    if job.layout.schedule == "dualpipe":
-        return memory(job).total
-    groups = stage_groups(job.model, job.layout)
-    return max(_stage_total(job, pipeline_stage(job.model, job.layout, index)) for _, index, _ in groups)
+    layout = job.layout
+    if layout.schedule not in ("zero-bubble", "dualpipe"):
+        groups = stage_groups(job.model, layout)
+        return max(_stage_total(job, pipeline_stage(job.model, layout, index)) for _, index, _ in groups)
+    kinds = kinds_of_stages(
+        job.model.mixers, job.model.feeds, layout.pp, layout.virtual, layout.split, output_layers(job.model)
+    )
+    if layout.schedule == "zero-bubble":  # the last of a kind has as many microbatches, and more of them recomputed
+        last = {kind: index for index, kind in enumerate(kinds)}
+        return max(_stage_total(job, pipeline_stage(job.model, layout, index)) for index in last.values())
+    # two stages of a rank have pp + 1 microbatches in flight together, wherever they are: kinds of pairs are enough
+    pairs = {pair: index for index, pair in enumerate(zip(kinds, reversed(kinds), strict=True))}
+    return max(_pair(job, index).total for index in pairs.values())
+
+
+def _pair(job: Job, index: int) -> StageMemory:
+    """A rank of DualPipe that has the stage `index` of one direction."""
+    pair = (_stage_memory(job, pipeline_stage(job.model, job.layout, at)) for at in (index, job.layout.pp - 1 - index))
+    return _both_directions(*pair)
+
+
+def pair_bytes(job: Job, index: int) -> float:
+    """`total` of a rank of DualPipe without activations."""
+    pair = _pair(job, index)
+    return pair.total - (1 + SLACK) * pair.activation
 
 
 def _stage_memory(job: Job, stage: Stage) -> StageMemory:
     parameters, gradients, optimizer = _states(job, stage)
     tokens = stage.in_flight * job.microbatch_tokens
+    activations = {name: tokens * value for name, value in layer_bytes(job, stage.mixers, stage.feeds)[0].items()}
+    if waiting := _deferred_bytes(job, stage):
+        activations["deferred weight gradients"] = waiting
     return StageMemory(
         stage=stage.index,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        activations={name: tokens * value for name, value in layer_bytes(job, stage.mixers, stage.feeds)[0].items()},
+        activations=activations,
         logits=_logits(job, stage),
         communication=_communication(job, stage),
         recomputed=_recomputed(job, stage),
@@ -168,9 +200,18 @@ def _stage_memory(job: Job, stage: Stage) -> StageMemory:
     )
 
 
+def _deferred_bytes(job: Job, stage: Stage) -> float:
+    """Bytes of microbatches whose gradients of weights come later: inputs of all GEMMs, recomputed ones too."""
+    layout = job.layout
+    if layout.schedule != "zero-bubble" or not job.trains_weights:
+        return 0.0
+    tokens = deferred(layout.pp, layout.microbatches, stage.index) * job.microbatch_tokens
+    return tokens and tokens * layer_bytes(job, stage.mixers, stage.feeds, whole=True)[1]
+
+
 def _stage_total(job: Job, stage: Stage) -> float:
     fixed, each = stage_bytes(job, stage)
-    return fixed + stage.in_flight * each
+    return fixed + stage.in_flight * each + (1 + SLACK) * _deferred_bytes(job, stage)
 
 
 def stage_bytes(job: Job, stage: Stage) -> tuple[float, float]:

@@ -50,7 +50,7 @@ from nearpeak.plan.training.efficiency import (
     load_efficiency,
 )
 from nearpeak.plan.training.job import Job
-from nearpeak.plan.training.layout import Stage, pipeline_stage, stage_groups
+from nearpeak.plan.training.layout import Layout, Stage, pipeline_stage, stage_groups
 from nearpeak.plan.training.memory import states_of_rank
 
 PARTS = (
@@ -60,10 +60,6 @@ PARTS = (
 """Names of the parts of a step, in the order in which they are shown."""
 RECOMPUTED_TENSOR, RECOMPUTED_CONTEXT, RECOMPUTED_EXPERTS = 1 / 2, 1 / 3, 1 / 2
 """Communication that full recomputation adds: the forward pass has half of it, and a third of the ring's."""
-BUBBLES = {"zero-bubble": 3.0, "dualpipe": 3.0}
-"""The bubble of 1F1B, (p - 1)(F + B + W), over that of other schedules, with forward passes F, backward passes B for
-inputs and W for weights that take the same time. ZB-H1: (p - 1)(F + B - W) (arXiv:2401.10241). DualPipe:
-(p/2 - 1)(FB + B' - 3W) with FB = 3 and B' = 2 times F (arXiv:2412.19437), a third for long pipelines."""
 EXCHANGE_MULTIPROCESSORS = 20 / 132
 """Share of a GPU's multiprocessors that an overlapped exchange of experts occupies: DeepSeek-V3's kernels on an H800
 (arXiv:2412.19437, section 3.2.2)."""
@@ -155,7 +151,7 @@ def training_time(job: Job, cluster: Cluster, efficiency: Efficiency | None = No
     return Planner(cluster, efficiency).time(job)
 
 
-Kinds = list[tuple[float, float, int]]
+Kinds = list[tuple[float, float, int, float]]
 
 
 class Planner:
@@ -174,31 +170,35 @@ class Planner:
         layout = job.layout
         stages = self.stages(job)
         pipeline = stages[0][0].pipeline_exposed
-        kinds = [(stage.microbatch - pipeline, stage.data_once + stage.optimizer, count) for stage, count in stages]
-        return self.step_seconds(job, kinds, pipeline, layout.virtual)
+        kinds = [
+            (stage.microbatch - pipeline, stage.data_once + stage.optimizer, count, stage.filled)
+            for stage, count in stages
+        ]
+        return self.step_seconds(job.layout, kinds, pipeline, layout.virtual)
 
-    def step_seconds(self, job: Job, kinds: Kinds, pipeline: float, virtual: int) -> float:
-        """Seconds of a step of `job` with stages of these `kinds`, each cut into `virtual` pieces.
+    def step_seconds(self, layout: Layout, kinds: Kinds, pipeline: float, virtual: int) -> float:
+        """Seconds of a step of `layout` with stages of these `kinds`, each cut into `virtual` pieces.
 
-        A kind is the seconds of a microbatch without `pipeline`, its sends; the seconds once per step; and how many
-        stages are of this kind.
+        A kind is the seconds of a microbatch without `pipeline`, its sends; the seconds once per step; how many stages
+        are of this kind; and `StageSeconds.filled`.
         """
-        microbatches = job.layout.microbatches
-        slowest = pace = total = 0.0
-        for each, once, count in kinds:
+        microbatches, share = layout.microbatches, waiting_share(layout)
+        slowest = own = total = 0.0
+        for each, once, count, filled in kinds:
             each += pipeline
-            total += count * each
+            waiting = max(0.0, share * each - filled)
+            total += count * waiting
             if microbatches * each + once > slowest:
-                slowest, pace = microbatches * each + once, each
-        bubble = (total - pace) / virtual / BUBBLES.get(job.layout.schedule, 1.0)
-        return (slowest + bubble + self.efficiency.step) * (1 + self._straggle(job))
+                slowest, own = microbatches * each + once, waiting
+        return (slowest + (total - own) / virtual + self.efficiency.step) * (1 + self.straggle(layout))
 
     def time(self, job: Job) -> TrainingTime:
         """One step of `job`."""
         stages, layout = self.stages(job), job.layout
         slowest = max((stage for stage, _ in stages), key=lambda stage: stage.step(layout.microbatches))
-        bubble = (sum(count * stage.microbatch for stage, count in stages) - slowest.microbatch) / layout.virtual
-        bubble /= BUBBLES.get(layout.schedule, 1.0)
+        share = waiting_share(layout)
+        bubble = sum(count * stage.waiting(share) for stage, count in stages) - slowest.waiting(share)
+        bubble /= layout.virtual
         parts, hidden = self._parts(job, slowest, bubble)
         model_flops, recomputed_flops = self._token_flops(job)
         theoretical = self.cluster.machine.theoretical
@@ -239,7 +239,7 @@ class Planner:
             "optimizer": stage.optimizer,
             "step": self.efficiency.step,
         }
-        parts["stragglers"] = sum(parts.values()) * self._straggle(job)
+        parts["stragglers"] = sum(parts.values()) * self.straggle(job.layout)
         hidden = {
             "tensor": microbatches * (stage.tensor - stage.tensor_exposed),
             "context": microbatches * (stage.context - stage.context_exposed),
@@ -249,9 +249,9 @@ class Planner:
         }
         return parts, hidden
 
-    def _straggle(self, job: Job) -> float:
+    def straggle(self, layout: Layout) -> float:
         """Relative growth of a step by its slowest GPU."""
-        return self.efficiency.straggle * math.log2(max(1.0, job.layout.gpus / self.cluster.gpus_per_node))
+        return self.efficiency.straggle * math.log2(max(1.0, layout.gpus / self.cluster.gpus_per_node))
 
     def stages(self, job: Job) -> list[tuple[StageSeconds, int]]:
         """The kinds of pipeline stages of `job`, each with how many there are."""
@@ -267,67 +267,94 @@ class Planner:
 
     def stage(self, job: Job, stage: Stage) -> StageSeconds:
         """One pipeline stage, with everything that it does for a microbatch and for a step."""
-        model, layout, constants = job.model, job.layout, self.efficiency
-        layers, pipeline = self._layer_seconds(job), pipeline_seconds(job, self.collectives)
-        # modules that predict further tokens are spread like layers
-        extra = 1 + model.predictions / model.layers
-        compute, feeds = ComputeSeconds(), ComputeSeconds()
-        for kind, seconds in layers.mixers.items():
-            compute.add(seconds, extra * stage.mixers.count(kind))
-        mixers = replace(compute)
-        for kind, seconds in layers.feeds.items():
-            feeds.add(seconds, extra * stage.feeds.count(kind))
-        compute.add(feeds, 1)
-        layer_forward = compute.forward
-        if stage.has_output:
-            compute.add(layers.output, 1 + model.predictions)
-        experts_in_stage = extra * stage.feeds.count("E")
-        blocks = sum(letter != "-" for letter in stage.mixers + stage.feeds)
-        if not model.shared_intermediate:
-            blocks -= stage.feeds.count("E")
-        attention_layers = sum(stage.mixers.count(kind) for kind in "AWC")
-        share = layout.recompute_share
-        again = share if layout.recomputes("layer") else 0.0
-        recompute = share * self._recompute_seconds(job, layers, stage, mixers, layer_forward)
-        tensor = extra * blocks * layers.tensor * (1 + again * RECOMPUTED_TENSOR)
-        context = extra * attention_layers * layers.context * (1 + again * RECOMPUTED_CONTEXT)
-        experts_again = share if layout.recomputes("experts") else 0.0
-        experts = experts_in_stage * layers.experts * (1 + experts_again * RECOMPUTED_EXPERTS)
-        tensor_exposed = tensor * (constants.tensor_exposed if layout.overlap_tensor else 1.0)
-        context_exposed = context * constants.context_exposed
-        experts_exposed = experts * (constants.expert_exposed if layout.overlap_experts else 1.0)
-        if layout.schedule == "dualpipe":
-            # the exchange takes multiprocessors from the computation that it hides behind
-            hidden = hidden_behind(experts, compute.total + recompute)
-            experts_exposed = experts - hidden + hidden * EXCHANGE_MULTIPROCESSORS
-
-        # the device waits for the host, which launches kernels and learns where tokens went
-        busy = compute.total + recompute + tensor_exposed + context_exposed + experts_exposed
-        launch = constants.launch_eager if job.software == "eager" else constants.launch_fused
-        host = stage.layers * launch
-        if experts_in_stage:
-            waiting = constants.expert_sync + constants.expert_each * model.experts / layout.ep
-            static = not job.dropless or job.year >= GRAPHED_EXPERTS_YEAR
-            host += experts_in_stage * waiting * (constants.expert_graph if static else 1.0)
-        launches = _joined(busy, host) - busy
-        data, data_each, data_hidden = self._data_parallel(job, stage, busy + launches, compute.forward + recompute)
+        layout, pipeline = job.layout, pipeline_seconds(job, self.collectives)
+        busy = self.busy(job, stage.mixers, stage.feeds, stage.has_output)
+        launches = self.launches(job, busy.seconds, stage.layers, stage.feeds.count("E"))
+        data, data_each, data_hidden = self._data_parallel(
+            job, stage, busy.seconds + launches, busy.compute.forward + busy.recompute
+        )
         return StageSeconds(
             index=stage.index,
-            compute=compute,
-            recompute=recompute,
+            compute=busy.compute,
+            recompute=busy.recompute,
             launches=launches,
-            tensor=tensor,
-            tensor_exposed=tensor_exposed,
-            context=context,
-            context_exposed=context_exposed,
-            experts=experts,
-            experts_exposed=experts_exposed,
+            tensor=busy.tensor,
+            tensor_exposed=busy.tensor_exposed,
+            context=busy.context,
+            context_exposed=busy.context_exposed,
+            experts=busy.experts,
+            experts_exposed=busy.experts_exposed,
             pipeline=pipeline,
             pipeline_exposed=self.pipeline_exposed(job),
             data_each=data_each,
             data_once=data,
             data_hidden=data_hidden,
-            optimizer=self._optimizer_seconds(job, stage),
+            optimizer=self.optimizer_seconds(job, stage),
+            filled=0.0 if layout.pp == 1 else filled_seconds(layout, busy.forward, busy.weights),
+        )
+
+    def launches(self, job: Job, busy: float, layers: int, expert_layers: int) -> float:
+        """Seconds beyond `busy` in which the device waits for the host.
+
+        The host launches the kernels of some layers and learns where tokens went.
+        """
+        constants, model = self.efficiency, job.model
+        launch = constants.launch_eager if job.software == "eager" else constants.launch_fused
+        host = layers * launch
+        if expert_layers:
+            waiting = constants.expert_sync + constants.expert_each * model.experts / job.layout.ep
+            static = not job.dropless or job.year >= GRAPHED_EXPERTS_YEAR
+            waiting *= constants.expert_graph if static else 1.0
+            host += (1 + model.predictions / model.layers) * expert_layers * waiting
+        return _joined(busy, host) - busy
+
+    def busy(self, job: Job, mixers: str, feeds: str, has_output: bool) -> BusySeconds:
+        """Computation and exposed communication of some layers for one microbatch, without waiting for the host.
+
+        No stages into which these layers are cut take less together.
+        """
+        model, layout, constants = job.model, job.layout, self.efficiency
+        layers = self._layer_seconds(job)
+        # modules that predict further tokens are spread like layers
+        extra = 1 + model.predictions / model.layers
+        compute, fed = ComputeSeconds(), ComputeSeconds()
+        for kind, seconds in layers.mixers.items():
+            compute.add(seconds, extra * mixers.count(kind))
+        mixed = replace(compute)
+        for kind, seconds in layers.feeds.items():
+            fed.add(seconds, extra * feeds.count(kind))
+        compute.add(fed, 1)
+        layer_forward = compute.forward
+        if has_output:
+            compute.add(layers.output, 1 + model.predictions)
+        blocks = len(mixers) + len(feeds) - mixers.count("-") - feeds.count("-")
+        if not model.shared_intermediate:
+            blocks -= feeds.count("E")
+        attention_layers = sum(mixers.count(kind) for kind in "AWC")
+        share = layout.recompute_share
+        again = share if layout.recomputes("layer") else 0.0
+        recompute = share * self._recompute_seconds(job, layers, mixers, feeds, mixed, layer_forward)
+        tensor = extra * blocks * layers.tensor * (1 + again * RECOMPUTED_TENSOR)
+        context = extra * attention_layers * layers.context * (1 + again * RECOMPUTED_CONTEXT)
+        experts_again = share if layout.recomputes("experts") else 0.0
+        experts = extra * feeds.count("E") * layers.experts * (1 + experts_again * RECOMPUTED_EXPERTS)
+        experts_exposed = experts
+        if layout.overlap_experts and layout.microbatches > 1:
+            experts_exposed *= constants.expert_exposed
+        if layout.schedule == "dualpipe":
+            # the exchange takes multiprocessors from the computation that it hides behind
+            hidden = hidden_behind(experts, compute.total + recompute)
+            experts_exposed = experts - hidden + hidden * EXCHANGE_MULTIPROCESSORS
+        return BusySeconds(
+            compute=compute,
+            recompute=recompute,
+            tensor=tensor,
+            tensor_exposed=tensor * (constants.tensor_exposed if layout.overlap_tensor else 1.0),
+            context=context,
+            context_exposed=context * constants.context_exposed,
+            experts=experts,
+            experts_exposed=experts_exposed,
+            trains_weights=job.trains_weights,
         )
 
     def compute_seconds(self, job: Job) -> tuple[float, float]:
@@ -377,9 +404,9 @@ class Planner:
         return self._flops[key]
 
     def _recompute_seconds(
-        self, job: Job, layers: LayerSeconds, stage: Stage, mixers: ComputeSeconds, forward: float
+        self, job: Job, layers: LayerSeconds, mixers: str, feeds: str, mixed: ComputeSeconds, forward: float
     ) -> float:
-        """Seconds of one microbatch in which all layers of a stage run forward passes again."""
+        """Seconds of one microbatch in which all these layers run forward passes again; `mixed`: their mixers."""
         layout, model = job.layout, job.model
         if not layout.recompute:
             return 0.0
@@ -387,16 +414,16 @@ class Planner:
             return forward
         rates = self._rates_for(job)
         passes = job.microbatch_tokens / layout.tp * rates.traffic / rates.bandwidth  # seconds of a byte per token
-        dense, experts = stage.feeds.count("D"), stage.feeds.count("E")
+        dense, experts = feeds.count("D"), feeds.count("E")
         seconds = 0.0
         for module in layout.recompute:
             if module == "attention":
-                seconds += mixers.attention / (1 + BACKWARD_ATTENTION)
+                seconds += mixed.attention / (1 + BACKWARD_ATTENTION)
             elif module == "ops":
-                seconds += forward - mixers.attention / (1 + BACKWARD_ATTENTION)
+                seconds += forward - mixed.attention / (1 + BACKWARD_ATTENTION)
                 # every second GEMM is saved
-                gemms = mixers.gemm_forward + sum(
-                    stage.feeds.count(kind) * feed.gemm_forward for kind, feed in layers.feeds.items()
+                gemms = mixed.gemm_forward + sum(
+                    feeds.count(kind) * feed.gemm_forward for kind, feed in layers.feeds.items()
                 )
                 seconds -= gemms / 2
             elif module == "feed" and dense:
@@ -404,13 +431,13 @@ class Planner:
             elif module == "experts" and experts:
                 seconds += experts * layers.feeds["E"].forward
             elif module == "mla_up" and model.kv_rank:
-                seconds += sum(stage.mixers.count(kind) for kind in "AWC") * layers.mla_up
+                seconds += sum(mixers.count(kind) for kind in "AWC") * layers.mla_up
             elif module == "feed_activation":
                 width = dense * model.intermediate
                 width += experts * (model.active_experts * model.expert_intermediate + model.shared_intermediate)
                 seconds += ACTIVATION_BYTES * width * passes
             elif module == "norm":
-                blocks = sum(letter != "-" for letter in stage.mixers + stage.feeds)
+                blocks = sum(letter != "-" for letter in mixers + feeds)
                 seconds += blocks * BLOCK_FORWARD / 2 * model.hidden * passes
         return seconds
 
@@ -448,7 +475,7 @@ class Planner:
             )
         return OFFLOAD_SHARE * machine.pcie.bandwidth
 
-    def _optimizer_seconds(self, job: Job, stage: Stage) -> float:
+    def optimizer_seconds(self, job: Job, stage: Stage) -> float:
         """Seconds of the optimizer: states read and written, gradients read twice, weights written."""
         layout, precision, machine = job.layout, job.precision, self.cluster.machine
         expert_ranks = 1 if layout.sharding == "none" else max(1, layout.edp)
@@ -481,6 +508,60 @@ def hidden_behind(communication: float, available: float) -> float:
     ratio = min(communication, available) / max(communication, available)
     hidden: float = min(communication, available) / (1 + ratio**HIDING_SHARPNESS) ** (1 / HIDING_SHARPNESS)
     return hidden
+
+
+def waiting_share(layout: Layout) -> float:
+    """Share of a microbatch of each other stage for which a stage waits, before what the schedule fills.
+
+    All of it in 1F1B. In DualPipe, microbatches come from both ends: (p/2 - 1) passes of twice the time in place of
+    p - 1 (arXiv:2412.19437, table 2, where a pass and its backward pass take FB + B).
+    """
+    return (layout.pp - 2) / (layout.pp - 1) if layout.schedule == "dualpipe" and layout.pp > 1 else 1.0
+
+
+def filled_seconds(layout: Layout, forward: float, weights: float) -> float:
+    """Seconds of a microbatch of one stage for which others need not wait, as gradients of weights come later.
+
+    With forward passes F, backward passes B for inputs and W for weights, 1F1B waits for F + B + W of each other stage
+    and ZB-H1 for F + B - W (arXiv:2401.10241): the next stage does not wait for W, and fills its own waiting with the W
+    of as many microbatches as there are. DualPipe: 2 (F + B + W) - F - 3 W, of half as many stages.
+    """
+    if layout.schedule == "zero-bubble":
+        return weights * (1 + min(1.0, layout.microbatches / (layout.pp - 1)))
+    if layout.schedule == "dualpipe":
+        return waiting_share(layout) / 2 * (forward + 3 * weights)
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusySeconds:
+    """Some layers for one microbatch: computation, and communication with what of it is exposed."""
+
+    compute: ComputeSeconds
+    recompute: float
+    tensor: float
+    tensor_exposed: float
+    context: float
+    context_exposed: float
+    experts: float
+    experts_exposed: float
+    trains_weights: bool
+
+    @property
+    def forward(self) -> float:
+        """The forward pass, with its share of the exposed communication."""
+        return self.compute.forward + self.tensor_exposed / 2 + self.context_exposed / 3 + self.experts_exposed / 2
+
+    @property
+    def weights(self) -> float:
+        """Gradients of weights: GEMMs of the size of the forward pass."""
+        return self.compute.gemm_forward if self.trains_weights else 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds for which the device is busy."""
+        exposed = self.tensor_exposed + self.context_exposed + self.experts_exposed
+        return self.compute.total + self.recompute + exposed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -523,12 +604,18 @@ class StageSeconds:
     data_hidden: float
     optimizer: float
     """Once per step."""
+    filled: float
+    """Seconds of each microbatch for which other stages need not wait."""
 
     @property
     def microbatch(self) -> float:
         """Seconds of one microbatch."""
         exposed = self.tensor_exposed + self.context_exposed + self.experts_exposed + self.pipeline_exposed
         return self.compute.total + self.recompute + self.launches + exposed + self.data_each
+
+    def waiting(self, share: float) -> float:
+        """Seconds for which each other stage waits for this one, at a `waiting_share`."""
+        return max(0.0, share * self.microbatch - self.filled)
 
     def step(self, microbatches: int) -> float:
         """Seconds of this stage in one step, without waiting for others."""

@@ -10,7 +10,7 @@ from nearpeak.plan.training.job import Job, Precision
 from nearpeak.plan.training.layout import Layout
 from nearpeak.plan.training.memory import StageMemory
 from nearpeak.plan.training.plan import MemoryPlan, TrainingPlan
-from nearpeak.plan.training.search import SLOWEST, Candidate, Reason, SearchPlan
+from nearpeak.plan.training.search import Candidate, Reason, SearchPlan
 from nearpeak.plan.training.time import TrainingTime
 from nearpeak.render.document import Document, Paragraph, Picture, Table
 from nearpeak.render.picture.bars import Bar, stacked_bars
@@ -20,7 +20,14 @@ from nearpeak.render.text import signed_percent
 from nearpeak.render.views.plan.catalogue import weights
 from nearpeak.units import percent, quantity, seconds
 
-_SHARDING = {"none": "replicated", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3/FSDP", "hsdp": "HSDP"}
+_SHARDING = {
+    "none": "replicated",
+    "zero1": "ZeRO-1",
+    "zero2": "ZeRO-2",
+    "shard_grad_op": "FSDP without resharding",
+    "zero3": "ZeRO-3/FSDP",
+    "hsdp": "HSDP",
+}
 
 
 def degrees_text(layout: Layout) -> str:
@@ -48,6 +55,16 @@ def recompute_text(layout: Layout) -> str:
     return "full" if "layer" in layout.recompute else "+".join(layout.recompute) or "none"
 
 
+def schedule_text(layout: Layout) -> str:
+    """The degrees, and what is unusual in the schedule: "tp 4, pp 4, dp 4, zero-bubble"."""
+    parts = [degrees_text(layout)]
+    if layout.schedule not in ("1f1b", "interleaved"):
+        parts.append(layout.schedule)
+    if layout.overlap_experts:
+        parts.append("experts overlapped")
+    return ", ".join(parts)
+
+
 def layout_text(job: Job) -> str:
     """The whole layout on one line."""
     layout = job.layout
@@ -60,6 +77,8 @@ def layout_text(job: Job) -> str:
     ]
     if layout.schedule != "1f1b":
         parts.append(layout.schedule)
+    if layout.overlap_experts:
+        parts.append("experts overlapped")
     if layout.offload != "none":
         parts.append(f"{layout.offload} in host memory")
     return ", ".join(parts)
@@ -484,9 +503,14 @@ def search_document(answer: SearchPlan, top: int = 5) -> Document:
     """The report, with the `top` layouts."""
     search, cluster = answer.search, answer.cluster
     fact = (
-        f"{search.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}, {search.fitting:,} fit and are "
-        f"at most {SLOWEST:g} times slower than the fastest; "
-        f"{answer.global_batch} sequences of {answer.sequence} tokens a step."
+        f"{search.legal:,} legal layouts of {cluster.gpus} x {cluster.machine.name}: {search.computed:,} were timed, "
+        f"bounds show that the others are no better. {answer.global_batch} sequences of {answer.sequence} tokens a "
+        f"step. Pipelines: {', '.join(answer.schedules)}"
+        + (
+            f"; overlapped experts {'tried' if answer.overlap_experts else 'not tried'}."
+            if answer.model.is_moe
+            else "."
+        )
     )
     if answer.plan is None or search.best is None:
         short = search.smallest - (cluster.machine.memory_bytes or 0.0)
@@ -522,7 +546,7 @@ def _front(answer: SearchPlan, top: int) -> Table:
         headers=("layout", "states", "recompute", "batch", "step", "slower", "GB"),
         rows=tuple(
             (
-                degrees_text(item.layout),
+                schedule_text(item.layout),
                 sharding_text(item.layout),
                 recompute_text(item.layout).replace("norm+feed_activation", "parts"),
                 str(item.layout.microbatch),
@@ -547,7 +571,7 @@ def _headroom(answer: SearchPlan) -> tuple[Paragraph, ...]:
         return (Paragraph(text="No layout leaves room for the fragmentation that was seen at times.", kind="bad"),)
     layout = with_margin.layout
     described = (
-        f"{degrees_text(layout)}, {sharding_text(layout)}, recompute {recompute_text(layout)}, "
+        f"{schedule_text(layout)}, {sharding_text(layout)}, recompute {recompute_text(layout)}, "
         f"microbatch {layout.microbatch}"
     )
     slower = percent(with_margin.seconds / best.seconds - 1)
@@ -564,7 +588,7 @@ def _reasons(reasons: tuple[Reason, ...]) -> Table:
     for reason in reasons:
         next_value = "-" if reason.other is None else _field_text(getattr(reason.other.layout, reason.field))
         slower = "-" if reason.slower is None else percent(reason.slower)
-        rows.append((reason.field, _field_text(reason.value), next_value, slower, reason.because))
+        rows.append((reason.field.replace("_", " "), _field_text(reason.value), next_value, slower, reason.because))
     return Table(
         title="Why it wins: the best layout with another value of each",
         headers=("field", "here", "next", "slower", "because"),
@@ -585,7 +609,7 @@ def _conditions(answer: SearchPlan) -> Table:
         rows.append(
             (
                 condition.what,
-                degrees_text(layout) if condition.changed else "the same",
+                schedule_text(layout) if condition.changed else "the same",
                 sharding_text(layout) if condition.changed else "",
                 _field_text(layout.recompute) if condition.changed else "",
                 signed_percent(condition.tokens_per_second / rate - 1),
@@ -600,6 +624,8 @@ def _conditions(answer: SearchPlan) -> Table:
 
 
 def _field_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, tuple):
         return "full" if "layer" in value else "parts" if value else "none"
     return str(value)
@@ -613,7 +639,7 @@ def front_picture(answer: SearchPlan) -> str:
 
     front = answer.search.front
     labels = tuple(
-        f"{degrees_text(item.layout)}, {sharding_text(item.layout)}, recompute {recompute_text(item.layout)}"
+        f"{schedule_text(item.layout)}, {sharding_text(item.layout)}, recompute {recompute_text(item.layout)}"
         for item in front
     )
     series = [Series(name="nothing is better in both", points=tuple(map(point, front)), labels=labels, color=0)]
