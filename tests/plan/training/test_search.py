@@ -187,12 +187,13 @@ def _space(seed: int) -> None:
                 other.seconds <= seconds * (1 + 1e-9) and other.memory <= need * (1 + 1e-9) for other in found.front
             ), seed
     for reason in found.reasons:
+        if reason.field == "recompute":  # brute force has further sets of modules that save the same
+            continue
         others = [item for item, _, job in fitting if getattr(job.layout, reason.field) != reason.value]
         least = min(others, default=float("inf"))
         if least < SLOWEST * fastest * (1 - 1e-9):
             assert reason.other is not None
-            if reason.field not in ("recompute",):  # other sets of modules may save the same
-                assert reason.other.seconds == pytest.approx(least, rel=1e-9), (seed, reason.field)
+            assert reason.other.seconds == pytest.approx(least, rel=1e-9), (seed, reason.field)
 
 
 @pytest.mark.parametrize("seed", (0, 1, 9))
@@ -302,10 +303,10 @@ def test_no_layout_by_hand_with_another_schedule_beats_a_search_that_tries_it() 
 def test_a_schedule_alone_restricts_the_search(capsys: pytest.CaptureFixture[str]) -> None:
     train = ["plan", "train", "llama-3-8b", "--on", "h100-sxm x 8", "--batch", "16", "--sequence", "4k"]
     assert main([*train, "--schedule", "any"]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "Pipelines: 1f1b, interleaved, zero-bubble, dualpipe." in out and "any schedule" not in out
     assert main(train) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "Pipelines: 1f1b, interleaved." in out and "any schedule" in out
     assert main([*train, "--schedule", "gpipe"]) == 2
     assert "'gpipe' is not known" in capsys.readouterr().err
