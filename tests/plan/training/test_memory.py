@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from nearpeak.errors import UsageError
 from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import count_parameters
-from nearpeak.plan.training.job import Job, precision_named
+from nearpeak.plan.training.job import Job, Software, precision_named
 from nearpeak.plan.training.layout import Layout, layers_of, pipeline_stages
 from nearpeak.plan.training.memory import WORKSPACE, StageMemory, memory, memory_by_stage, peak
 
@@ -227,3 +228,23 @@ def test_zero_bubble_stages_wait_with_whole_activations_for_gradients_of_weights
     assert name not in delayed[0].activations
     every = job("llama-3-8b", schedule="zero-bubble", **fields)
     assert peak(every) == pytest.approx(max(stage.total for stage in delayed))
+
+
+@pytest.mark.parametrize(
+    ("name", "software", "fields"),
+    [
+        ("opt-66b", "fused", {"gpus": 32, "tp": 4, "pp": 8, "virtual": 4, "global_batch": 64}),  # nothing to shard
+        ("mpt-125m", "eager", {"gpus": 64, "tp": 4, "pp": 4, "global_batch": 64}),  # less than a bucket holds
+    ],
+)
+def test_more_sharding_needs_no_more_memory(name: str, software: Software, fields: dict[str, Any]) -> None:
+    jobs = [job(name, sharding=sharding, **fields) for sharding in ("none", "zero1", "zero2", "zero3")]
+    totals = [memory(replace(each, software=software)).total for each in jobs]
+    assert all(more <= less * 1.001 for less, more in itertools.pairwise(totals)), totals
+
+
+def test_a_stage_of_one_layer_gathers_no_next_one() -> None:
+    whole, alone = (
+        memory_by_stage(job("llama-3.2-1b", gpus=4 * pp, pp=pp, global_batch=64, sharding="zero3"))[1] for pp in (8, 16)
+    )
+    assert alone.communication == pytest.approx(whole.communication * 2 / 3)

@@ -56,6 +56,8 @@ LOGITS = 6.5
 """Bytes per logit: 16-bit logits, the float32 copy for the loss, and a part of the gradient."""
 UNFUSED_LOGITS = 12.0
 """Bytes per logit of a loss of single operators: 16-bit logits and gradient, the float32 copy, the softmax."""
+BUCKETS = 0.2e9
+"""Bytes of buckets in which gradients are reduced, where there are so many. Assumed."""
 SCAN_CHUNK = 128
 """Tokens between two saved states of a state-space scan."""
 
@@ -244,7 +246,7 @@ def states_of_rank(job: Job, stage: Stage) -> tuple[float, float, float]:
         parameters = shard * precision.parameters + weights * precision.wire
     gradients = (weights if sharding in ("none", "zero1") else shard) * precision.gradients * job.trainable
     if sharding == "zero2" and layout.virtual > 1:  # the piece that is running has its gradients whole
-        gradients += weights / layout.virtual * precision.gradients * job.trainable
+        gradients += (weights - shard) / layout.virtual * precision.gradients * job.trainable
     return parameters, gradients, shard * precision.optimizer * job.trainable
 
 
@@ -290,13 +292,16 @@ def _communication(job: Job, stage: Stage) -> float:
         spread = layout.tp if layout.sequence_parallel else 1
         total += 2.0 * tokens * model.active_experts * (model.latent or model.hidden) / spread
     if layout.gathers_weights or layout.offload == "all":
-        total += 2 * 2.0 * stage.unsharded_layer  # the running layer, and the next one
+        total += min(2, max(1, stage.layers)) * 2.0 * stage.unsharded_layer  # the running layer, and the next one
         total += 2.0 * stage.unsharded_layer  # its gradients before they are scattered
     elif layout.sharding == "none" and job.software == "eager" and layout.state_ranks > 1:
         # torch's DistributedDataParallel keeps copies of all gradients in its buckets
         total += job.precision.parameters * (stage.dense_weights + stage.expert_weights) * job.trainable
     elif layout.state_ranks > 1:
-        total += 0.2e9  # buckets
+        # buckets of gradients; those of a kept layer are whole before they are scattered
+        gradients = job.precision.gradients * (stage.dense_weights + stage.expert_weights) * job.trainable
+        whole = 2.0 * stage.unsharded_layer if layout.sharding == "shard_grad_op" else 0.0
+        total += max(whole, min(BUCKETS, gradients))
     return total
 
 
