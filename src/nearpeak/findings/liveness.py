@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nearpeak.findings.loops import ADDITIONS
 from nearpeak.findings.step import Step
 from nearpeak.ops.op import AddedGradient, Op
 
@@ -149,9 +150,6 @@ def _is_unneeded(step: Step, index: int, storage: int, dead: set[int], ends: Seq
     touching = [after for after in touching if after < until]
     is_end = any(index <= end < until for end in ends)
     return all(after in dead for after in touching) and (bool(touching) or is_end)
-
-
-ADDITIONS = ("aten.add", "aten.add_")
 
 
 def gradient_sums(step: Step) -> tuple[set[int], set[int]]:

@@ -13,6 +13,8 @@ from nearpeak.profiles.idle import IdleCause
 if TYPE_CHECKING:
     from nearpeak.findings.step import Step  # which has the loops of its ops
 
+ADDITIONS = ("aten.add", "aten.add_")
+"""Operators with which autograd adds up gradients."""
 MIN_TURNS = 4
 """Fewer repetitions may be one formula with similar terms."""
 
@@ -65,6 +67,27 @@ def find_loops(ops: Sequence[Op]) -> tuple[Loop, ...]:
             )
             loops.append(Loop(line=line, number=number, runs=forward, backward=backward))
     return tuple(loops)
+
+
+def gradients_added(step: Step, loop: Loop) -> tuple[set[int], set[int]]:
+    """The ops that add up gradients of different turns, and the others whose results they add.
+
+    Each turn that reads a part of a tensor, or all of it, has a gradient of the whole tensor. One op on all items has
+    one gradient.
+    """
+    turn_of = {
+        index: (number, place)
+        for number, run in enumerate(loop.backward)
+        for place, turn in enumerate(run)
+        for index in turn
+    }
+    added = {
+        index
+        for index, turn in turn_of.items()
+        if step.ops[index].packet in ADDITIONS
+        and any(turn_of.get(producer, turn) != turn for producer in step.flow.producers[index].values())
+    }
+    return added, {producer for index in added for producer in step.flow.producers[index].values()} - added
 
 
 def batched_seconds(step: Step, members: Collection[int]) -> float:

@@ -307,3 +307,45 @@ def test_the_line_is_that_of_the_loop_where_functions_are_called():
     assert found.source == planted("unbatched_loop")
     assert found.share > 0.8
     assert not found_in(examined(lambda: module.clean("cpu"), live=True), RULE)
+
+
+def pooled(at_once):
+    layer, x = nn.Linear(WIDTH, 512), torch.randn(48, 96, WIDTH)
+    lengths = [96 - 2 * (row % 20) for row in range(48)]
+    weights = torch.rand(48, 96, 1)
+
+    def step():
+        y = layer(x)
+        if at_once:
+            means = (y * weights).sum(1)
+        else:
+            means = torch.stack([y[row, :length].mean(0) for row, length in enumerate(lengths)])
+        means.square().sum().backward()
+
+    return step
+
+
+def members_of_an_ensemble(at_once):
+    first, weight = nn.Linear(WIDTH, 256), nn.Parameter(torch.randn(ITEMS, 256, 256))
+    bias, x = nn.Parameter(torch.randn(ITEMS, 1, 256)), torch.randn(ITEMS, 2048, WIDTH)
+
+    def step():
+        y = torch.relu(first(x))
+        if at_once:
+            y = torch.baddbmm(bias, y, weight)
+        else:
+            y = torch.stack([y[i] @ weight[i] + bias[i] for i in range(ITEMS)])
+        y.square().sum().backward()
+
+    return step
+
+
+@pytest.mark.parametrize("build", [pooled, members_of_an_ensemble])
+def test_gradients_of_parts_are_one_gradient_when_items_are_computed_at_once(build):
+    def times(op, expected):
+        return expected and max(expected, 2e-6)
+
+    one_by_one, at_once = (examined(lambda at_once=at_once: build(at_once), times=times) for at_once in (False, True))
+    saved_s = one_by_one.profile.kernel_s - at_once.profile.kernel_s
+    (waste,) = unbatched_loop(one_by_one)
+    assert sum(waste.gains.values()) == pytest.approx(saved_s, rel=0.2)

@@ -11,8 +11,16 @@ from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.experts import expert_loops
 from nearpeak.findings.host_reads import is_read, reading_loops
-from nearpeak.findings.liveness import ADDITIONS, gradient_sums
-from nearpeak.findings.loops import Loop, has_own_weights, one_op_seconds, parameters_of, slowest_line
+from nearpeak.findings.liveness import gradient_sums
+from nearpeak.findings.loops import (
+    ADDITIONS,
+    Loop,
+    gradients_added,
+    has_own_weights,
+    one_op_seconds,
+    parameters_of,
+    slowest_line,
+)
 from nearpeak.findings.regions import launch_wait_seconds
 from nearpeak.findings.step import FULL_MEMORY, Step
 from nearpeak.findings.what_if import gemm_op, with_rows
@@ -232,7 +240,10 @@ class _Batch:
                 groups.setdefault(key, []).append(index)
         gains: dict[int, float] = {}
         gone: list[int] = []
-        added, summands = gradient_sums(step)
+        added, summands = (
+            of_leaves | of_turns
+            for of_leaves, of_turns in zip(gradient_sums(step), gradients_added(step, loop), strict=True)
+        )
         for group in groups.values():
             if added.issuperset(group):  # one backward pass has one gradient
                 left_s = 0.0
