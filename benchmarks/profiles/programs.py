@@ -392,7 +392,7 @@ class ProfileJob:
                 rule=finding.rule,
                 source=finding.source,
                 share=float(finding.share),
-                added_share=(after_s - before_s) / profile.wall_s,
+                added_share=(after_s - before_s) / profile.long_run_s,
                 title=finding.title,
             )
             before_s = after_s

@@ -68,6 +68,8 @@ class Waste:
     """What nearpeak offers; the engine fills in its ops and modules."""
     source: str = ""
     """The line to change, if it is not that of `op`."""
+    is_once: bool = False
+    """Whether it is done once for each new size and kept, as a plan is: in the long run, steps spend nothing on it."""
     replaces: bool = False
     """Whether something else takes the place of the ops, so that no other rule can save anything of what remains."""
 
@@ -207,10 +209,15 @@ def find(
                         raise
                     failures.append(f"The rule {item.name} failed: {type(error).__name__}: {message_of(error)}")
     wastes = [(name, waste) for name, waste in wastes if not is_ignored(name, _source_line(step, waste), ignore)]
-    least_s = least_share * step.profile.wall_s
     groups = _predict(step, _merge_claims(step, list(_claims(step, wastes))))
-    groups = sorted((group for group in groups if group.saving_s >= least_s), key=lambda group: -group.saving_s)
-    return tuple(_finding(step, group) for group in _predict_together(step, groups)), undecided
+    wall_s = step.profile.wall_s
+    long_run_s = wall_s - sum(group.once_s for group in groups)
+    groups = [
+        group
+        for group in sorted(groups, key=lambda group: -group.found_s)
+        if group.found_s >= least_share * (wall_s if group.is_once else long_run_s)
+    ]
+    return tuple(_finding(step, group, long_run_s) for group in _predict_together(step, groups)), undecided
 
 
 def add_findings(
@@ -229,6 +236,11 @@ def add_findings(
         if not SLOW_SETTINGS[name].is_predicted:
             notes.append(f"{SLOW_SETTINGS[name].words}. How much time that takes cannot be told from one run.")
     findings, undecided = find(step, least_share=MIN_SAVED_SHARE, failures=notes)
+    if once_s := sum(finding.once_s for finding in findings):
+        notes.append(
+            f"{seconds(once_s)} of the step were spent on sizes that came for the first time. Steps whose sizes recur "
+            f"do not spend them: savings are shares of the other {seconds(profile.wall_s - once_s)}."
+        )
     return dataclasses.replace(
         profile,
         findings=findings,
@@ -450,8 +462,24 @@ class _Group:
     saving_s: float = 0.0
     idle_s: float = 0.0
     """The idle time in the saving."""
+    once_s: float = 0.0
+    """What it takes of this step, and of no step in the long run: not in the saving."""
     together_s: float = 0.0
     """The saving of this one and of all before it at once."""
+
+    @property
+    def is_once(self) -> bool:
+        """Whether what it changes is done once for each new size."""
+        return any(claim.waste.is_once for claim in self.claims)
+
+    @property
+    def found_s(self) -> float:
+        """What it takes of the profiled step."""
+        return self.saving_s + self.once_s
+
+    def in_long_run(self) -> _Group:
+        """The group with a saving of steps whose sizes recur."""
+        return dataclasses.replace(self, saving_s=0.0, idle_s=0.0, once_s=self.saving_s) if self.is_once else self
 
 
 def _merge_claims(step: Step, claims: Sequence[_Claim]) -> list[_Group]:
@@ -476,19 +504,23 @@ def _predict(step: Step, groups: Sequence[_Group]) -> list[_Group]:
 
     In a replay those of a rule sum to what all of them save at once: two waits in a row cost little each, and much
     together. A general rule gets what is left when everything else has gone, and other rules what is left after those
-    that come first.
+    that come first, and after what is done once.
     """
     sums = {id(group): _sum_of(step, [group]) for group in groups}
     if step.replay is None:
-        return [dataclasses.replace(group, saving_s=sums[id(group)][0], idle_s=sums[id(group)][1]) for group in groups]
+        return [
+            dataclasses.replace(group, saving_s=sums[id(group)][0], idle_s=sums[id(group)][1]).in_long_run()
+            for group in groups
+        ]
     by_rule: dict[str, list[_Group]] = {}
     for group in groups:
         by_rule.setdefault(group.rule, []).append(group)
     special = combine(group.change for group in groups if not rules()[group.rule].general)
-    first = combine(group.change for group in groups if rules()[group.rule].first)
+    firsts = {group.rule for group in groups if rules()[group.rule].first or group.is_once}
+    first = combine(group.change for group in groups if group.rule in firsts)
     predicted: list[_Group] = []
     for name, own in by_rule.items():
-        after = special if rules()[name].general else Change() if rules()[name].first else first
+        after = special if rules()[name].general else Change() if name in firsts else first
         alone = [_replayed(step, step.replay, group.change, after) for group in own]
         if len(own) == 1:
             together = alone[0]
@@ -499,9 +531,8 @@ def _predict(step: Step, groups: Sequence[_Group]) -> list[_Group]:
         less = min(1.0, together[0] / total_s) if total_s > 0.0 else 1.0
         for group, (saving_s, idle_s) in zip(own, alone, strict=True):
             extra_s = more_s * sums[id(group)][0] / sums_s if sums_s else 0.0
-            predicted.append(
-                dataclasses.replace(group, saving_s=saving_s * less + extra_s, idle_s=idle_s * less + extra_s)
-            )
+            saved = dataclasses.replace(group, saving_s=saving_s * less + extra_s, idle_s=idle_s * less + extra_s)
+            predicted.append(saved.in_long_run())
     return predicted
 
 
@@ -515,15 +546,17 @@ def _replayed(step: Step, replay: StepReplay, change: Change, after: Change) -> 
 
 def _predict_together(step: Step, groups: Sequence[_Group]) -> Iterator[_Group]:
     """The groups with the saving of each and of all before it."""
+    once = combine(group.change for group in groups if group.is_once)
     for count, group in enumerate(groups, 1):
+        saving = [each for each in groups[:count] if not each.is_once]
         if step.replay is None:
-            together_s = _sum_of(step, groups[:count])[0]
+            together_s = _sum_of(step, saving)[0]
         else:
-            together_s = _replayed(step, step.replay, combine(each.change for each in groups[:count]), Change())[0]
+            together_s = _replayed(step, step.replay, combine(each.change for each in saving), once)[0]
         yield dataclasses.replace(group, together_s=together_s)
 
 
-def _finding(step: Step, group: _Group) -> Finding:
+def _finding(step: Step, group: _Group, long_run_s: float) -> Finding:
     """Its texts are those of the place with the largest saving."""
     largest = max(group.claims, key=lambda claim: claim.waste.saving_s).waste
     ops = tuple(sorted({index for claim in group.claims for index in claim.waste.gains}))
@@ -536,13 +569,14 @@ def _finding(step: Step, group: _Group) -> Finding:
         modules=modules,
         places=len(group.claims),
         saving_s=group.saving_s,
-        share=group.saving_s / step.profile.wall_s if step.profile.wall_s else 0.0,
+        share=group.saving_s / long_run_s if long_run_s > 0.0 else 0.0,
         evidence=largest.evidence,
         reasoning=largest.reasoning + _idle_note(step, group),
         remedy=_remedy_outside(group, largest.remedy, modules) if group.library else largest.remedy,
         fix=None if largest.fix is None else dataclasses.replace(largest.fix, ops=ops, modules=modules),
         ops=ops,
         together_s=group.together_s,
+        once_s=group.once_s,
         idle_s=min(group.idle_s, group.saving_s),
         library=group.library,
         inside=_innermost_line(step, largest) if group.library and not group.library.startswith("torch.") else "",

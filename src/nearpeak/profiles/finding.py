@@ -44,7 +44,7 @@ class Finding(Result):
     saving_s: Seconds
     """The predicted saving per step if this alone is changed."""
     share: Amount
-    """The saving over the wall time."""
+    """The saving over the wall time of a step in the long run: without what findings have as `once_s`."""
     evidence: str
     """What was observed: the ops, their times and bytes."""
     reasoning: str
@@ -60,6 +60,9 @@ class Finding(Result):
     None for profiles that were saved before they had it."""
     idle_s: Seconds = 0.0
     """The part of the saving in which nothing ran on the device."""
+    once_s: Seconds = 0.0
+    """What it takes of the profiled step for sizes that came for the first time. Steps whose sizes recur do not spend
+    it, and it is not part of the saving."""
     library: str = ""
     """Whose code it is in: an installed package, or a class of torch's ("torch.nn.LSTMCell"); "" for the user's own."""
     inside: str = ""
@@ -67,7 +70,19 @@ class Finding(Result):
 
     def __repr__(self) -> str:
         where = self.source or self.module or "the step"
-        return headline(f"{self.rule} at {where}: saves {seconds(self.saving_s)}, {percent(self.share)}")
+        return headline(f"{self.rule} at {where}: saves {self.saving_text}")
+
+    @property
+    def found_s(self) -> float:
+        """What it takes of the profiled step."""
+        return self.saving_s + self.once_s
+
+    @property
+    def saving_text(self) -> str:
+        """The saving with its share, or what is spent once."""
+        if self.once_s:
+            return f"{seconds(self.once_s)} once for each new size"
+        return f"{seconds(self.saving_s)}, {percent(self.share)}"
 
     @property
     def module(self) -> str:

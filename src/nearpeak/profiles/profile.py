@@ -235,6 +235,15 @@ class Profile(_display.Result):
     """How far the profile can be trusted, in a file for its readers. `grade_profile` follows it from the rest."""
 
     @property
+    def long_run_s(self) -> float:
+        """The wall time without what is spent once for each new size: that of steps whose sizes recur."""
+        return self.wall_s - sum(finding.once_s for finding in self.findings)
+
+    def share_of(self, finding: Finding) -> float:
+        """The share of a finding: of a step in the long run, or of this one for what is spent once."""
+        return finding.once_s / self.wall_s if finding.once_s else finding.share
+
+    @property
     def ops_in_graphs(self) -> frozenset[int]:
         """The indices of ops whose kernels CUDA graphs launched."""
         inside = {kernel.op for kernel in self.timeline if kernel.in_graph}

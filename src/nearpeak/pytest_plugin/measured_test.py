@@ -446,8 +446,7 @@ def grade_text(figure: Figure) -> str:
 
 def _finding_line(finding: Finding) -> str:
     where = elide_start(finding.source) or elide_start(finding.module) or "the step"
-    saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}"
-    return f"{saving}: {plain(finding.rule, 40)} at {where}: {plain(finding.title)}"
+    return f"{finding.saving_text}: {plain(finding.rule, 40)} at {where}: {plain(finding.title)}"
 
 
 def _remedy_lines(finding: Finding) -> list[str]:

@@ -8,7 +8,9 @@ from gpu_steps import examined, found_in
 from stalled import idle
 from torch.nn.functional import scaled_dot_product_attention
 
+from nearpeak.findings.engine import Waste, forget_rule, rule
 from nearpeak.profiles.idle import LAUNCHED_LATE
+from nearpeak.render.views.finding import document
 
 
 def attending():
@@ -44,7 +46,7 @@ def test_a_long_launch_of_a_new_length_is_a_plan():
     step = waiting(attending(), 30e-3)
     found, *others = found_in(step)
     assert found.rule == "attention-plan" and found.source == step.ops[0].source
-    assert found.saving_s == pytest.approx(30e-3)
+    assert found.once_s == pytest.approx(30e-3)
     assert "8 x 16 x 129 x 64 for 8 x 16 x 128 x 64" in found.evidence and "enable_cudnn_sdp" in found.remedy
     assert not [item for item in others if item.rule == "launch-bound"]
 
@@ -52,3 +54,23 @@ def test_a_long_launch_of_a_new_length_is_a_plan():
 @pytest.mark.parametrize(("wait_s", "grew"), [(30e-3, False), (20e-6, True)], ids=["of one length", "at once"])
 def test_other_launches_are_not(wait_s, grew):
     assert not found_in(waiting(attending(), wait_s, grew=grew), "attention-plan")
+
+
+def test_a_plan_is_no_saving_of_steps_whose_lengths_recur():
+    step = waiting(attending(), 30e-3)
+    copied = [index for index, op in enumerate(step.ops) if "attention" in op.packet][1]
+    took_s = step.profile.wall_s - 30e-3
+
+    def copies(step):
+        yield Waste(title="", op=copied, gains={copied: step.time(copied)}, evidence="", reasoning="", remedy="")
+
+    rule("copies")(copies)
+    try:
+        plan, copy = found_in(step)
+    finally:
+        forget_rule("copies")
+    assert (plan.rule, plan.saving_s, plan.share, plan.together_s) == ("attention-plan", 0.0, 0.0, 0.0)
+    assert "30.0 ms once for each new size" in repr(plan)
+    assert document(plan).facts == ("Predicted saving: 30.0 ms once for each new size",)
+    assert copy.share == pytest.approx(step.time(copied) / took_s)  # of a step that plans nothing
+    assert copy.together_s == pytest.approx(step.time(copied))

@@ -39,12 +39,14 @@ def attention_plan(step: Step) -> Iterator[Waste]:
             op=index,
             idle={"launching": wait_s},
             launch_s={index: launch or 0.0},
+            is_once=True,
             evidence=f"{op.packet} had {shape_text(now)} for {shape_text(before)} in the step before, and the device "
             f"waited {seconds(wait_s)} for its launch"
             + (f"; for {len(others)} more of it, {seconds(sum(others))}." if others else "."),
-            reasoning="The plan for a length is made once: steps that come back to a length do not wait, so a run "
-            "whose lengths recur saves this in its first steps alone. FlashAttention's kernels, which torch has too, "
-            "need no plan. That they may take longer themselves is not counted.",
+            reasoning="The plan for a length is made once in a process: steps that come back to a length do not wait. "
+            "A run spends this time on each length that it meets, and there are as many as its sequences may be long; "
+            "in the long run it saves nothing. FlashAttention's kernels, which torch has too, need no plan. That they "
+            "may take longer themselves is not counted.",
             remedy="torch.backends.cuda.enable_cudnn_sdp(False)  # FlashAttention takes any length as it is; or\n"
             "give keys and values one length in all steps, with a mask for what is not used, so that one plan serves",
         )

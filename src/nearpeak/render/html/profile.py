@@ -208,8 +208,8 @@ def _finding(number: int, finding: Finding, excerpt: SourceExcerpt | None, *, wi
     summary = element(
         "summary",
         element("span", str(number + 1), class_="rank"),
-        element("span", seconds(finding.saving_s) if with_saving else "-", class_="saving"),
-        element("span", percent(finding.share) if with_saving else "-", class_="share"),
+        element("span", seconds(finding.found_s) if with_saving else "-", class_="saving"),
+        element("span", _share(finding) if with_saving else "-", class_="share"),
         element("span", visible(finding.rule, 60), class_="rule"),
         element("code", f"{where}{places}", class_="where"),
     )
@@ -221,6 +221,10 @@ def _finding(number: int, finding: Finding, excerpt: SourceExcerpt | None, *, wi
         label = f"Show its {count(len(finding.ops), 'op')} in the table"
         body.append(element("button", label, type="button", class_="show-ops", data_finding=number))
     return element("details", summary, *body, class_="finding", open=number < OPEN_FINDINGS)
+
+
+def _share(finding: Finding) -> str:
+    return "once" if finding.once_s else percent(finding.share)
 
 
 def _excerpt(excerpt: SourceExcerpt) -> Markup:

@@ -249,8 +249,7 @@ def _findings(title: str, marker: str, findings: Sequence[Finding]) -> Iterator[
 
 def _finding_text(finding: Finding) -> str:
     where = elide_start(finding.source) or elide_start(finding.module) or "the step"
-    saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}"
-    return f"{plain(finding.rule, 40)} at {where} ({saving}): {plain(finding.title)}"
+    return f"{plain(finding.rule, 40)} at {where} ({finding.saving_text}): {plain(finding.title)}"
 
 
 def _remarks(difference: Difference) -> Iterator[str]:

@@ -15,6 +15,10 @@ def document(finding: Finding) -> Document:
     places = f", {finding.places:,} places" if finding.places > 1 else ""
     return Document(
         title=f"{finding.rule} at {where}{places}",
-        facts=(f"Predicted saving: {seconds(finding.saving_s)} a step, {percent(finding.share)}",),
+        facts=(f"Predicted saving: {_saving(finding)}",),
         parts=tuple(finding_blocks(finding)),
     )
+
+
+def _saving(finding: Finding) -> str:
+    return finding.saving_text if finding.once_s else f"{seconds(finding.saving_s)} a step, {percent(finding.share)}"

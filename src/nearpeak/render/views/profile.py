@@ -169,7 +169,7 @@ def select_findings(
     return tuple(
         finding
         for finding in profile.findings
-        if finding.share >= least_share and not is_ignored(finding.rule, finding.source, ignore)
+        if profile.share_of(finding) >= least_share and not is_ignored(finding.rule, finding.source, ignore)
     )
 
 
@@ -291,7 +291,7 @@ def together_sentence(profile: Profile, findings: Sequence[Finding]) -> str:
     saved_s = saved_together(findings)
     return (
         f"Each saving is that of one change alone. All {len(findings)} together save {seconds(saved_s)}, "
-        f"{percent(saved_s / profile.wall_s)} of the step."
+        f"{percent(saved_s / profile.long_run_s)} of the step."
     )
 
 
@@ -300,7 +300,7 @@ def _finding(number: int, finding: Finding, *, with_saving: bool) -> Details:
     where = elide_start(finding.source) or elide_start(finding.module) or "the step"
     if finding.library:
         where += f" (in {plain(' '.join((finding.library, finding.inside)).strip(), 60)})"
-    saving = f"{seconds(finding.saving_s)}, {percent(finding.share)}: " if with_saving else ""
+    saving = f"{finding.saving_text}: " if with_saving else ""
     return Details(
         summary=f"{number}.  {saving}{plain(finding.rule, 40)} at {where}{places}",
         blocks=tuple(finding_blocks(finding)),

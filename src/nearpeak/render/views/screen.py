@@ -107,7 +107,7 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
     trusted = grade_profile(profile).is_trusted
     first = next_finding(profile, findings)
     groups = findings_by_library(findings)
-    shown = [group for group in groups if sum(finding.share for finding in group) >= SMALL_SAVING][:MOST_FINDINGS]
+    shown = [group for group in groups if sum(map(profile.share_of, group)) >= SMALL_SAVING][:MOST_FINDINGS]
     if not shown:
         return Items(title="", items=())
     if first is not None and not any(first in group for group in shown):
@@ -121,7 +121,7 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
     if trusted and len(findings) > 1:
         saved_s = saved_together(findings)
         all_ = "both" if len(findings) == 2 else f"all {len(findings)}"
-        title = f"What would save most ({all_} at once: {percent(saved_s / profile.wall_s)}):"
+        title = f"What would save most ({all_} at once: {percent(saved_s / profile.long_run_s)}):"
     return Items(title=title, items=tuple(items), most_lines=remedy_lines)
 
 

@@ -62,7 +62,7 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         next_ = advice
         if findings and grade.is_trusted:
             best = findings_by_library(findings)[0]
-            saved = percent(min(1.0, saved_together(best) / profile.wall_s))
+            saved = percent(min(1.0, saved_together(best) / profile.long_run_s))
             next_ += f" The largest saving known is {saved}: {group_name(best)}{_at(best[0])}."
     if grade.is_trusted:
         return {"Verdict": verdict_sentence(profile), "Why": f"Most is lost to {lost} {why}".strip(), "Next": next_}
@@ -88,7 +88,7 @@ def next_finding(profile: Profile, findings: Sequence[Finding]) -> Finding | Non
         return answers[0]
     if loss.name == "slow kernels" and (about := _about_worst_group(profile, answers)) is not None:
         return about
-    return findings[0] if findings and findings[0].saving_s >= enough_s else None
+    return findings[0] if findings and findings[0].found_s >= enough_s else None
 
 
 def _about_worst_group(profile: Profile, findings: Sequence[Finding]) -> Finding | None:
@@ -110,7 +110,7 @@ def findings_by_library(findings: Sequence[Finding]) -> list[list[Finding]]:
     for number, finding in enumerate(findings):
         is_compiled = bool(finding.library) and finding.remedy.startswith("model.compile()")
         groups.setdefault((finding.source, finding.library) if is_compiled else (number,), []).append(finding)
-    return sorted(groups.values(), key=lambda group: -saved_together(group))
+    return sorted(groups.values(), key=lambda group: -saved_together(group) - group[0].once_s)
 
 
 def group_name(group: Sequence[Finding]) -> str:
@@ -121,19 +121,25 @@ def group_name(group: Sequence[Finding]) -> str:
 def saving_text(group: Sequence[Finding]) -> str:
     """What the findings of a group save at once."""
     saved_s, first = saved_together(group), group[0]
+    if first.once_s:
+        return first.saving_text
     share = first.share * saved_s / first.saving_s if first.saving_s else 0.0
     return f"{seconds(saved_s)}, {percent(share)}"
 
 
 def _answers(profile: Profile, finding: Finding, loss: Part) -> bool:
     """Whether most of what a finding saves is time of this part."""
-    return 2.0 * _saved_of(profile, finding, loss.name) >= finding.saving_s > 0.0
+    return finding.found_s > 0.0 and 2.0 * _saved_of(profile, finding, loss.name) >= finding.found_s
 
 
 def _saved_of(profile: Profile, finding: Finding, part: PartName) -> float:
     """What a finding saves of one part of the wall time, at most."""
     ops = [profile.ops[index] for index in finding.ops]
-    idle_s = max(finding.idle_s, finding.saving_s - sum(op.measured_s for op in ops)) if ops else finding.idle_s
+    idle_s = (
+        finding.once_s or max(finding.idle_s, finding.saving_s - sum(op.measured_s for op in ops))
+        if ops
+        else finding.idle_s
+    )
     if not ops and not idle_s and not profile.communication_s:  # saved before findings had their idle time
         idle_s = finding.saving_s
     if part == "idle":
@@ -147,7 +153,7 @@ def _saved_of(profile: Profile, finding: Finding, part: PartName) -> float:
         "traffic": lambda op: op.bound_s if op.fused_s is None else op.fused_s,
         "not modeled": lambda op: 0.0 if op.modeled else op.measured_s,
     }
-    return max(0.0, min(finding.saving_s - idle_s, sum(map(lost_of[part], ops))))
+    return max(0.0, min(finding.found_s - idle_s, sum(map(lost_of[part], ops))))
 
 
 def _finding_sentence(group: Sequence[Finding], *, with_saving: bool) -> str:
