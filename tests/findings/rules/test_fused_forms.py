@@ -10,6 +10,7 @@ from planted import load, planted
 from torch.nn import functional
 
 import nearpeak
+from nearpeak.findings.engine import wastes_of
 from nearpeak.machines.machine import Ceiling
 from nearpeak.trace.cuda_ops.target import Target
 
@@ -322,3 +323,26 @@ def test_products_between_small_ops_make_several_calls_of_compiled_code():
     together = chain_on_a_cpu((400, 8), lambda x: ops(x, products=False))
     apart = chain_on_a_cpu((400, 8), lambda x: ops(x, products=True))
     assert together and not apart
+
+
+def test_all_that_reads_or_writes_the_scores_goes_with_attention_under_autocast():
+    """The softmax is in float32 there: the gradient of the probabilities is cast before it."""
+
+    def build():
+        attention, x = torch.nn.MultiheadAttention(256, 4, batch_first=True), torch.randn(8, 384, 256)
+
+        def step():
+            with torch.autocast("cuda", torch.bfloat16):
+                attention(x, x, x)[0].float().square().mean().backward()
+
+        return step
+
+    step = examined(build)
+    (waste,) = wastes_of(step, "attention-written-out")
+    scores = 8 * 4 * 384 * 384
+    of_scores = {
+        index
+        for index, op in enumerate(step.ops)
+        if step.time(index) and any(tensor.elements == scores for tensor in (*op.inputs, *op.outputs))
+    }
+    assert of_scores and of_scores <= set(waste.gains)

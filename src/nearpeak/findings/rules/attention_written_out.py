@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from nearpeak.bound.dataflow import CHAINED
@@ -262,11 +262,25 @@ def _backward_members(step: Step, inner: set[int], last: int) -> set[int] | None
         if set(step.flow.written_by[index]) & step.flow.results:
             return None
         waiting += [reader for reader in step.flow.consumers[index] if reader not in members]
-        for storage, producer in step.flow.producers[index].items():  # the gradient of the probabilities
-            product = step.ops[producer].phase == "backward" and step.costs[producer].family == "matrix"
-            if product and step.flow.written_by[producer] == (storage,):
-                members.add(producer)
+        members |= _gradient_of_probabilities(step, index, members)
     return members
+
+
+def _gradient_of_probabilities(step: Step, index: int, members: Collection[int]) -> set[int]:
+    """The product whose result an op of the backward pass reads, and what only leads from there to it: casts."""
+    path: set[int] = set()
+    waiting = [index]
+    while waiting:
+        for storage, producer in step.flow.producers[waiting.pop()].items():
+            family = step.costs[producer].family
+            if step.ops[producer].phase != "backward" or step.flow.written_by[producer] != (storage,):
+                continue
+            if family == "matrix":
+                path.add(producer)
+            elif family in FUSIBLE and {*step.flow.consumers[producer]} <= {*members, *path}:
+                path.add(producer)
+                waiting.append(producer)
+    return path - {*members}
 
 
 def _copies(step: Step, products: tuple[int, int], members: set[int]) -> set[int]:
