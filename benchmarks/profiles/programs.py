@@ -465,14 +465,14 @@ def rows_of(program: Program, profile: ProfileResult | None, savings: Mapping[st
             program=program.name,
             waste="all",
             measured=savings.get("all"),
-            predicted=sum(finding.added_share for finding in together),
+            predicted=_predicted_share(together),
             place="elsewhere" if profile else "not profiled",
             findings=together,
         )
 
 
 def _predicted_share(findings: Sequence[Seen]) -> float:
-    """Of findings at one place: the largest alone, and what each of the others adds."""
+    """The largest alone, and what each of the others adds: larger findings of other places are not mended."""
     largest = max(findings, key=lambda finding: finding.share, default=None)
     return sum(finding.share if finding is largest else finding.added_share for finding in findings)
 
