@@ -17,6 +17,7 @@ from nearpeak.machines.catalogue import find as find_machine
 from nearpeak.profiles.finding import Fix
 from nearpeak.profiles.idle import IdleCause
 from nearpeak.profiles.profile import DeviceKernel, build_profile
+from nearpeak.render.views.profile import select_findings
 from nearpeak.trace.trace import trace
 
 pytestmark = pytest.mark.usefixtures("own_rules")
@@ -232,6 +233,22 @@ def test_other_rules_save_what_they_do_without_what_comes_first():
     found, _ = find(step)
     savings = [(item.rule, round(item.saving_s, 6)) for item in found]
     assert savings == [("setting", 6.0), ("gone", 1.0)]  # a kernel, not the launch that takes as long with the setting
+
+
+def test_what_is_spent_once_is_no_saving_and_others_save_a_share_of_the_step_without_it():
+    rule("plan")(
+        lambda step: [waste(None, launch_s=dict.fromkeys(range(4), 0.5), idle={"launching": 3.0}, is_once=True)]
+    )
+    rule("gone")(lambda step: [waste(2, {2: 1.0})])
+    step = replayed(2.5, 1.0)
+    step = dataclasses.replace(step, profile=dataclasses.replace(step.profile, idle=LAUNCHING))
+    (plan, gone), _ = find(step)
+    assert (plan.saving_s, plan.share, plan.once_s, plan.together_s) == (0.0, 0.0, pytest.approx(6.0), 0.0)
+    assert (gone.saving_s, gone.together_s) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert gone.share == pytest.approx(1.0 / 4.0)
+    profile = dataclasses.replace(step.profile, findings=(plan, gone))
+    assert profile.long_run_s == pytest.approx(4.0)
+    assert [finding.rule for finding in select_findings(profile, 0.5)] == ["plan"]
 
 
 def test_idle_time_that_the_timeline_does_not_have_is_saved_as_it_is():
