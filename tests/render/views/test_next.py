@@ -197,3 +197,17 @@ def test_the_largest_loss_is_not_another_part_than_itself():
     assert "Most is lost to slow kernels" in said["Why"]
     assert said["Next"].startswith("It is unfused-pointwise.")
     assert "another part" not in said["Why"]
+
+
+def test_what_is_spent_once_is_the_answer_to_a_step_that_waits_for_it_and_no_largest_saving():
+    made = losing(op(expected_s=2.0), SGD)
+    waiting = dataclasses.replace(
+        made,
+        waterfall=build_waterfall(wall_s=10.0, **FLOORS, modeled_s=2.0, kernel_s=2.0),
+        idle=(IdleCause(cause="launching", seconds=8.0, count=1, where="train.py:30", what="launched late"),),
+    )
+    plan = finding("attention-plan", 0.0, once_s=7.0)
+    assert next_finding(waiting, [plan]) == plan
+    assert "saves 7.00 s once for each new size: attention-plan" in sentences(waiting, [plan])["Next"]
+    small = dataclasses.replace(plan, once_s=0.5)
+    assert "largest saving known" not in sentences(made, [small])["Next"]

@@ -57,11 +57,12 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         if grade.is_trusted and not _answers(profile, answer, loss):
             part = max(PART_MEANINGS, key=lambda name: _saved_of(profile, answer, name))
             if part != loss.name:
-                why = f"{why} Most can be saved of another part, {part}: {seconds(answer.saving_s)}.".strip()
+                why = f"{why} Most can be saved of another part, {part}: {seconds(answer.found_s)}.".strip()
     else:
         next_ = advice
-        if findings and grade.is_trusted:
-            best = findings_by_library(findings)[0]
+        in_long_run = [finding for finding in findings if not finding.once_s]
+        if in_long_run and grade.is_trusted:
+            best = findings_by_library(in_long_run)[0]
             saved = percent(min(1.0, saved_together(best) / profile.long_run_s))
             next_ += f" The largest saving known is {saved}: {group_name(best)}{_at(best[0])}."
     if grade.is_trusted:
