@@ -1,3 +1,4 @@
+import csv
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,27 @@ def test_pairs_need_the_files_that_they_name(tmp_path):
     assert found.right is not None and found.right > 0.85
     assert {row.source for row in found.rows} == {"training", "inference"}
     assert all((row.measured > 1) != (row.predicted > 1) for row in found.worst)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "error"),
+    [
+        ("measured_collectives.csv", "time_us", "must be from 1e-6"),
+        ("measured_training.csv", "step_time_s", "nearly 0"),
+        ("measured_inference.csv", "tpot_ms", "nearly 0"),
+    ],
+)
+def test_a_time_that_is_nothing_in_seconds_is_no_time(tmp_path, name, column, error):
+    with (FOLDER / name).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row[column]][:3]
+    rows[1][column] = "1e-320"
+    path = tmp_path / name
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    try:
+        skipped = " ".join(f"{line}: {why}" for line, why in validate(path).skipped)
+    except UsageError as problem:
+        skipped = str(problem)
+    assert error in skipped

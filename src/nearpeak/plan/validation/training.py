@@ -110,6 +110,8 @@ def read_number(row: Mapping[str, str], field: str) -> float | None:
         value = math.nan
     if not 0 <= value <= LARGEST_NUMBER:
         raise UsageError(f"{field}={text[:40]!r} is not a number of at least 0")
+    if 0 < value < SMALLEST_NUMBER:
+        raise UsageError(f"{field}={text[:40]!r} is nearly 0: no time, rate or size is below {SMALLEST_NUMBER:g}")
     return value
 
 
@@ -521,6 +523,8 @@ def _read_seconds(row: Mapping[str, str], job: Job, machine: Machine) -> float |
 
 LARGEST_NUMBER = 1e15
 """In any column."""
+SMALLEST_NUMBER = 1e-9
+"""In any column, if it is not 0: of much smaller ones, quotients and squares are infinite or nothing."""
 TIE = 0.05
 """Pairs of layouts whose speeds differ by less are not ranked."""
 

@@ -340,8 +340,8 @@ def _measured_collective(path: Path, line: int, row: dict[str, str]) -> Measured
             values[name] = float(row[name])
         except (TypeError, ValueError):
             raise UsageError(f"{path}, line {line}: {name}={row[name]!r} is not a number.") from None
-        if not 0 < values[name] <= 1e18:
-            raise UsageError(f"{path}, line {line}: {name}={row[name]!r} must be above 0.")
+        if not 1e-6 <= values[name] <= 1e18:  # less is no time in seconds
+            raise UsageError(f"{path}, line {line}: {name}={row[name]!r} must be from 1e-6 to 1e18.")
     op = _OPS.get(row["op"], row["op"])
     known = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send_recv")
     if op not in known:
