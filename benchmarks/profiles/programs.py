@@ -271,6 +271,8 @@ class Result:
     others: tuple[Seen, ...] = ()
     """Findings that belong to no planted waste."""
     error: str = ""
+    date: str = ""
+    """Of the run, in UTC; "" where it is that of the file."""
 
 
 def attribute(program: Program, findings: Sequence[Seen]) -> tuple[dict[str, tuple[Place, list[Seen]]], list[Seen]]:
@@ -525,10 +527,13 @@ def report(results: Sequence[Result], device: str) -> str:
         f"{len(clean)} clean programs: {loud} with a finding of {LARGE:.0%} or more",
         f"{seconds:.0f} s of profiles",
     ]
+    if len(dates := sorted({result.date for result in results})) > 1:
+        for date in dates:
+            lines.append(f"run at {date}: {', '.join(result.program for result in results if result.date == date)}")
     return "\n".join(lines)
 
 
-def result_from_json(data: Mapping[str, Any]) -> Result:
+def result_from_json(data: Mapping[str, Any], date: str) -> Result:
     def seen(items: Sequence[Mapping[str, Any]]) -> tuple[Seen, ...]:
         return tuple(Seen(**item) for item in items)
 
@@ -537,7 +542,14 @@ def result_from_json(data: Mapping[str, Any]) -> Result:
         Row(**{**row, "measured": row["measured"] and Saving(**row["measured"]), "findings": seen(row["findings"])})
         for row in data["rows"]
     ]
-    return Result(program=data["program"], profile=profile, rows=rows, others=seen(data["others"]), error=data["error"])
+    return Result(
+        program=data["program"],
+        profile=profile,
+        rows=rows,
+        others=seen(data["others"]),
+        error=data["error"],
+        date=data.get("date") or date,
+    )
 
 
 def joined(results: Sequence[Result]) -> list[Result]:
@@ -555,7 +567,7 @@ def joined(results: Sequence[Result]) -> list[Result]:
             rows=[dataclasses.replace(row, measured=measured.get(row.waste)) for row in found.rows],
             error=found.error,
         )
-    return list(by_program.values())
+    return sorted(by_program.values(), key=lambda result: result.program)
 
 
 def write_results(path: Path, results: Sequence[Result], head: Mapping[str, Any]) -> None:
@@ -637,7 +649,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.show:
         saved = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.show]
-        results = joined([result_from_json(item) for one in saved for item in one["results"]])
+        results = joined([result_from_json(item, one["date"]) for one in saved for item in one["results"]])
         print(report(results, saved[0]["device"]))
         if arguments.json:
             write_results(arguments.json, results, saved[0])

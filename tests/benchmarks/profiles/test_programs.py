@@ -1,6 +1,7 @@
 """The marks of whole programs, how findings are attributed to them, and how variants are timed."""
 
 import io
+import json
 import textwrap
 from pathlib import Path
 
@@ -18,9 +19,12 @@ from benchmarks.profiles.programs import (
     Seen,
     attribute,
     cells,
+    joined,
     read_program,
     report,
+    result_from_json,
     rows_of,
+    write_results,
 )
 
 SCRIPT = """\
@@ -184,6 +188,20 @@ def test_the_report_names_what_was_missed_and_what_is_false():
     assert "1 wastes, 0 found at the line" in text
     assert "1 clean programs: 1 with" in text
     assert cells(false)[2] == "none here"
+
+
+def test_results_of_two_runs_keep_their_dates_and_the_later_one_of_a_program(tmp_path):
+    for name, date, result in [
+        ("old", "monday", Result(program="b", error="no steps")),
+        ("new", "tuesday", Result(program="b", profile=ProfileResult(findings=(), wall_s=1, grade="A", seconds=1))),
+        ("other", "tuesday", Result(program="a")),
+    ]:
+        write_results(tmp_path / name, [result], {"date": date, "device": "cpu", "torch": "2.13"})
+    saved = [json.loads((tmp_path / name).read_text()) for name in ("old", "new", "other")]
+    results = joined([result_from_json(item, one["date"]) for one in saved for item in one["results"]])
+    assert [(one.program, one.date, one.error) for one in results] == [("a", "tuesday", ""), ("b", "tuesday", "")]
+    old = result_from_json(saved[0]["results"][0], "monday")
+    assert "run at monday: b\nrun at tuesday: a" in report([old, results[0]], "cpu")
 
 
 def test_a_clock_answers_with_the_seconds_of_the_steps_after_the_lead(monkeypatch):
