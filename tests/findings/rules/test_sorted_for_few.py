@@ -41,6 +41,9 @@ FEW = [
     lambda x: x.argsort(dim=-1, descending=True)[:, :10].clone(),
     lambda x: x.sort(dim=-1).values[:, -10:].clone(),
     lambda x: x < x.sort(dim=-1).values[:, -10].unsqueeze(-1),
+    lambda x: x.argsort(dim=-1, descending=True)[:, :10, None].expand(-1, -1, 4) + 1,
+    lambda x: x.gather(1, x.argsort(dim=-1, descending=True)[:, :10]),
+    lambda x: x.T.sort(dim=0, descending=True).values.narrow(0, 0, 10).T.clone(),
 ]
 ALL = [
     lambda x: x.sort(dim=-1),
@@ -48,6 +51,7 @@ ALL = [
     lambda x: x.sort(dim=-1).values[:, : LENGTH // 2].clone(),
     lambda x: x[:, :100].sort(dim=-1).values[:, :10].clone(),
     lambda x: x.sort(dim=-1).values[:, 20_000:20_010].clone(),
+    lambda x: x.argsort(dim=-1)[:, :, None].expand(-1, -1, 4) + 1,
 ]
 
 

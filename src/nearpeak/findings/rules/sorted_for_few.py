@@ -171,7 +171,8 @@ def _span(op: Op, part: Tensor, dim: int, length: int) -> tuple[int, int] | None
     inner = part.offset % (stride * length) if stride else 0
     start = inner // stride if stride else 0
     sizes = [size for size, own in zip(part.shape, part.strides, strict=True) if own == stride and size > 1]
-    rest = part.elements // max(1, math.prod(sizes))
+    expanded = math.prod(size for size, own in zip(part.shape, part.strides, strict=True) if not own)
+    rest = part.elements // max(1, math.prod(sizes) * expanded)
     rows = result.elements // length
     if stride != 1 or len(sizes) > 1 or rest > rows:
         return None
