@@ -203,6 +203,7 @@ def _picked(op: Op) -> tuple[Tensor, Sizes] | None:
     if not table.elements:
         return None
     sizes = list(table.shape)
+    places = [place for place in places if table.strides[place]]  # an expanded dimension has the same rows again
     for place in reversed(places):  # as many of the last dimension as there are, then of the one before
         sizes[place], rows = min(sizes[place], rows), max(1, math.ceil(rows / sizes[place]))
     return table, tuple(sizes)
