@@ -45,6 +45,45 @@ def test_an_encoder_on_the_same_text_is_found_at_its_call_with_its_ops_in_place(
     assert found(Program().step) == [(line_of(Program.step, 1), ["aten.mm", "aten.relu_", "aten.mm"])]
 
 
+class Fields:
+    """Statistics of all data, of which each step draws a batch."""
+
+    def __init__(self):
+        self.data = torch.randn(64, 32)
+
+    def statistics(self):
+        mean = self.data.mean(dim=0)
+        deviation = self.data.square().mean(dim=0).sqrt()
+        return mean, deviation
+
+    def encode(self, x):
+        mean, deviation = self.statistics()
+        return (x - mean) / deviation
+
+    def decode(self, x):
+        mean, deviation = self.statistics()
+        return mean + x * deviation
+
+
+def test_what_a_function_computes_for_several_callers_is_at_its_own_lines():
+    fields = Fields()
+
+    def step():
+        rows = torch.randint(64, (8,))
+        return fields.decode(fields.encode(fields.data[rows]).tanh())
+
+    ((line, ops),) = found(step)
+    assert line == line_of(Fields.statistics, 2)
+    assert sorted(ops) == ["aten.mean"] * 4 + ["aten.pow"] * 2 + ["aten.sqrt"] * 2
+
+
+def test_what_a_function_computes_for_one_caller_is_at_its_call():
+    fields = Fields()
+    ((line, ops),) = found(lambda: fields.encode(fields.data[torch.randint(64, (8,))]))
+    assert line == line_of(Fields.encode, 1)
+    assert sorted(ops) == ["aten.mean", "aten.mean", "aten.pow", "aten.sqrt"]
+
+
 def test_a_program_that_runs_on_one_batch_has_nothing_to_keep():
     program = Program()
     assert packets(lambda: program.encode().sum()) == []

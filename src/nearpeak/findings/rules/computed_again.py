@@ -162,7 +162,8 @@ def _pieces(step: Step, numbers: ValueNumbers, members: Collection[int], *, alik
     """The members by the outermost line all of whose work is repeated: the call of an encoder, not its layers.
 
     What a function computes from no data, such as a table, is at the lines of the function itself, where it can be
-    kept. Lines of one function that feed each other are one piece.
+    kept; and so is what it computes for several of its callers. Lines of one function that feed each other are one
+    piece.
 
     Args:
         step: The step.
@@ -181,13 +182,20 @@ def _pieces(step: Step, numbers: ValueNumbers, members: Collection[int], *, alik
             call = joined[call]
         return call
 
+    def join(one: _Call, other: _Call) -> None:
+        if root(one) != root(other):
+            joined[root(one)] = root(other)
+
     written_by: dict[int, int] = {}
     for index in sorted(members):
+        first, callee = numbers.first[index], _callee(step, index, calls)
+        if callee and first in members and callee == _callee(step, first, calls):
+            join(calls[index], calls[first])
         for tensor in step.ops[index].inputs:
             before = written_by.get(tensor.storage)
             one, other = calls[index], calls[index] if before is None else calls[before]
-            if one != other and one[:-1] == other[:-1]:
-                joined[root(one)] = root(other)
+            if one[:-1] == other[:-1]:
+                join(one, other)
         for tensor in step.ops[index].written:
             written_by[tensor.storage] = index
     pieces: dict[_Call, list[int]] = {}
@@ -224,9 +232,20 @@ def _outermost_calls(
     return calls
 
 
+def _callee(step: Step, index: int, calls: Mapping[int, _Call]) -> _Call:
+    """The lines on the stack below a call; none for an op of the line itself."""
+    return _stack(step, index)[len(calls[index]) :]
+
+
 def _line(step: Step, numbers: ValueNumbers, group: Sequence[int], calls: Mapping[int, _Call]) -> str:
-    """The line of the group that takes longest; in the function that it calls, if that computes from no data."""
-    inside = 0 if any(index in numbers.on_data for index in group) else 1
+    """The line of the group that takes longest; in the function that it calls, if that computes from no data, or if
+    several lines call it for the same."""
+    callers: dict[_Call, set[_Call]] = {}
+    for index in group:
+        if callee := _callee(step, index, calls):
+            callers.setdefault(callee, set()).add(calls[index])
+    is_shared = any(len(lines) > 1 for lines in callers.values())
+    inside = 1 if is_shared or not any(index in numbers.on_data for index in group) else 0
     totals: dict[str, list[float]] = {}
     for index in group:
         stack, call = _stack(step, index), calls[index]
