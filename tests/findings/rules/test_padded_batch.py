@@ -218,3 +218,38 @@ def test_tokens_without_a_label_are_no_padding():
     step = examined(build, live=True)
     assert step.trace.padding  # its labels look like one
     assert not found_in(step, "padded-batch")
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda data, number: data[number],
+        lambda data, number: data[number, :, :LENGTH],
+        lambda data, number: data.unbind()[1],
+    ],
+)
+def test_a_batch_of_all_data_enters_where_it_is_taken(take):
+    class Reader(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = torch.nn.Embedding(500, WIDTH)
+
+        def forward(self, tokens):
+            return self.embedding(tokens.view(-1, LENGTH)).sin().square()
+
+    def build():
+        model, data = Reader(), torch.zeros(3, 8, LENGTH, dtype=torch.int64)
+        data[:, :, :20] = torch.randint(1, 500, (3, 8, 20))
+
+        def batch(number):
+            return take(data, number)
+
+        def step():
+            with torch.no_grad():
+                tokens = batch(1)
+                return model(tokens)
+
+        return step
+
+    (found,) = found_in(examined(build, live=True), "padded-batch")
+    assert found.source == f"test_padded_batch.py:{take.__code__.co_firstlineno}"

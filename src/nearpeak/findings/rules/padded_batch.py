@@ -98,7 +98,7 @@ def _enters(step: Step, storage: int, padding: Padding) -> tuple[int, str]:
     """The op that made the rows as long as they are, and its line; "" for that of the op.
 
     A batch that a worker of a data loader made was padded in the function for that, if there is one. Another one from
-    before the step enters it where it is copied, or where the model is called.
+    before the step enters it where it is copied, where a part of all data is taken, or where the model is called.
     """
     reader = next(
         i for i in step.touched_by[storage] if any(tensor.storage == storage for tensor in step.ops[i].inputs)
@@ -112,7 +112,26 @@ def _enters(step: Step, storage: int, padding: Padding) -> tuple[int, str]:
         storage = wide[0].storage
     if index != reader and not any(name in step.ops[index].name for name in ("_to_copy", "_pin_memory")):
         return index, ""
-    return index, step.line_that_writes("collate_fn") or (step.calling_line(reader) if index == reader else "")
+    if line := step.line_that_writes("collate_fn"):
+        return index, line
+    if index != reader:
+        return index, ""
+    taken = _taken_from_data(step, storage, padding, reader)
+    return (reader, step.calling_line(reader)) if taken is None else (taken, "")
+
+
+def _taken_from_data(step: Step, storage: int, padding: Padding, reader: int) -> int | None:
+    """The view outside of models that takes the batch from more data, and could take less of it."""
+    for index in range(reader):
+        op = step.ops[index]
+        if op.packet in _PARTS and not op.module and op.inputs[0].storage == storage:
+            part = op.outputs[0]
+            if part.elements < op.inputs[0].elements and _holds(part, padding):
+                return index
+    return None
+
+
+_PARTS = ("aten.slice", "aten.select", "aten.narrow", "aten.split", "aten.chunk", "aten.unbind")
 
 
 def _made_by(step: Step, storage: int, before: int) -> int | None:
