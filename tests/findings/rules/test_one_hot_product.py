@@ -145,6 +145,77 @@ def test_a_sum_weighted_with_one_hot_vectors_is_a_gather(weights_of):
     assert len(claimed) >= 2
 
 
+def by_hand(logs, ids):
+    wanted = torch.full_like(logs, 1e-4)
+    wanted.scatter_(1, ids[:, None], 0.9)
+    wanted.masked_fill_((ids == 0)[:, None], 0.0)
+    return -(wanted * logs).sum() / (ids != 0).sum()
+
+
+def by_divergence(logs, ids):
+    wanted = logs.data.clone().fill_(1e-4)
+    wanted.scatter_(1, ids.unsqueeze(1), 0.9)
+    wanted[:, 0] = 0
+    wanted.index_fill_(0, torch.nonzero(ids == 0).squeeze(-1), 0.0)
+    return torch.nn.functional.kl_div(logs, wanted, reduction="sum")
+
+
+def by_indices(logs, ids):
+    wanted = torch.full((256, 1000), 1e-4)
+    wanted[torch.arange(256), ids] = 0.9
+    return torch.sum(-wanted * logs, dim=-1).mean()
+
+
+def out_of_place(logs, ids):
+    return -torch.mul(logs, torch.full(logs.shape, 1e-4).scatter(-1, ids[:, None], 0.9)).sum(1).mean()
+
+
+def smoothed(loss_of):
+    def build():
+        torch.manual_seed(0)
+        logits = torch.randn(256, 1000, requires_grad=True)
+        ids = torch.randint(1000, (256,))
+        return lambda: loss_of(logits.log_softmax(-1), ids).backward()
+
+    return examined(build, live=True)
+
+
+@pytest.mark.parametrize("loss_of", [by_hand, by_divergence, by_indices, out_of_place])
+def test_targets_that_are_smoothed_by_hand(loss_of):
+    step = smoothed(loss_of)
+    (waste,) = one_hot_product(step)
+    assert "label_smoothing" in waste.remedy
+    claimed = {step.ops[index].packet.rstrip("_") for index in waste.gains}
+    assert claimed & {"aten.full", "aten.full_like", "aten.fill"}
+    assert claimed & {"aten.scatter", "aten.index_put"}
+    assert "aten.mul" not in claimed or loss_of is by_divergence  # a pass for the gradient takes its place
+
+
+def soft_targets(logs, ids):
+    wanted = torch.full_like(logs, 1e-4).scatter_(1, ids[:, None], 0.9)
+    wanted *= torch.rand(256, 1000)
+    return -(wanted * logs).sum()
+
+
+def several_labels(logs, ids):
+    wanted = torch.full_like(logs, 1e-4).scatter_(1, torch.stack([ids, ids.flip(0)], 1), 0.5)
+    return -(wanted * logs).sum()
+
+
+def read_otherwise(logs, ids):
+    wanted = torch.full_like(logs, 1e-4).scatter_(1, ids[:, None], 0.9)
+    return -(wanted * logs).sum() + (wanted - logs.exp()).square().mean()
+
+
+def from_torch(logs, ids):
+    return torch.nn.functional.cross_entropy(logs, ids, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("loss_of", [soft_targets, several_labels, read_otherwise, from_torch])
+def test_other_targets_are_not_named(loss_of):
+    assert not list(one_hot_product(smoothed(loss_of)))
+
+
 @pytest.mark.parametrize(
     "reduce",
     [

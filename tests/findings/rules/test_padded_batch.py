@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from gpu_steps import examined, found_in
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from nearpeak.findings.rules.padded_batch import padded_batch
 from nearpeak.ops.op import name_with_origin
@@ -228,7 +228,8 @@ def test_tokens_without_a_label_are_no_padding():
         lambda data, number: data.unbind()[1],
     ],
 )
-def test_a_batch_of_all_data_enters_where_it_is_taken(take):
+@pytest.mark.parametrize("shifted", [lambda x: x, lambda x: pad(x[:, :-1], (1, 0), value=1)], ids=["as is", "shifted"])
+def test_a_batch_of_all_data_enters_where_it_is_taken(take, shifted):
     class Reader(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -247,7 +248,7 @@ def test_a_batch_of_all_data_enters_where_it_is_taken(take):
         def step():
             with torch.no_grad():
                 tokens = batch(1)
-                return model(tokens)
+                return model(shifted(tokens))
 
         return step
 

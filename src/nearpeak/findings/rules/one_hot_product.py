@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
 from nearpeak.findings.engine import Waste, rule
@@ -94,11 +94,16 @@ def _weighted_sums(step: Step) -> Iterator[Waste]:
         if made and nonzeros.is_one_hot and nonzeros.per_row == 1:
             elements = max(tensor.elements for tensor in step.ops[made[0]].written)
             makers.setdefault(elements, {})[storage] = made
-    for elements, of_storages in makers.items():
+    smoothed = _smoothed_targets(step, {storage for of_storages in makers.values() for storage in of_storages})
+    for elements, of_storages, added in [
+        *((elements, of_storages, False) for elements, of_storages in makers.items()),
+        *((elements, {storage: made}, True) for storage, (elements, made) in smoothed.items()),
+    ]:
         chain = _weighted_sum(step, elements, of_storages)
         if chain is None:
             continue
         members, reductions, shifted = chain
+        shifted = shifted or added
         # With a number added to the weights, the sum of all of `x` remains, and its gradient is added to the other one:
         # a pass that takes what the product takes.
         summed = {writer for index in reductions for writer in step.flow.producers[index].values()}
@@ -106,16 +111,66 @@ def _weighted_sums(step: Step) -> Iterator[Waste]:
         gains = {index: step.time(index) for index in gone}
         vectors = step.ops[min(members)].written[0]
         yield Waste(
-            title="A sum over classes is weighted with one-hot vectors.",
+            title="A sum over classes is weighted with "
+            + ("targets of which one in a row differs." if added else "one-hot vectors."),
             op=max(members, key=step.time),
             gains=gains,
             replaces=True,
-            evidence=f"One-hot vectors of {shape_text(vectors.shape)} are made and multiplied with numbers that are "
+            evidence=f"{'Smoothed targets' if added else 'One-hot vectors'} of {shape_text(vectors.shape)} are made "
+            f"and multiplied with numbers that are "
             f"then summed up: {len(members | reductions)} ops take {seconds(step.seconds(members | reductions))}.",
             reasoning="One element in each row counts"
             + (", and the sum of the row; the other ops go." if shifted else ", which a gather reads. These ops go."),
             remedy=_PICKS,
         )
+
+
+def _smoothed_targets(step: Step, known: Collection[int]) -> dict[int, tuple[int, list[int]]]:
+    """Storages that are filled with a number, and then with another one at one place of each row: the number of their
+    elements, and the ops that make them."""
+    found = {}
+    for index, op in enumerate(step.ops):
+        if op.packet.rstrip("_") not in _ONE_IN_A_ROW or op.phase != "forward" or not op.written:
+            continue
+        target, filled = op.written[0], op.inputs[0]
+        if target.storage in known or len(target.shape) < 2 or not _is_one_in_each_row(op, target):
+            continue
+        writers = [i for i in step.touched_by[target.storage] if target.storage in step.flow.written_by[i]]
+        if filled.storage != target.storage:
+            fill = step.flow.producers[index].get(filled.storage)
+            writers = [*([] if fill is None else [fill]), *writers]
+        fills = [i for i in writers if i < index and _fills(step, i, target.elements)]
+        if fills and all(i <= fills[-1] or i == index or _writes_a_number(step.ops[i]) for i in writers):
+            found[target.storage] = (target.elements, writers)
+    return found
+
+
+_ONE_IN_A_ROW = ("aten.scatter", "aten.index_put")
+
+
+def _is_one_in_each_row(op: Op, target: Tensor) -> bool:
+    """Whether an op writes a number to one element of each row."""
+    rows = target.elements // max(1, target.shape[-1])
+    value = op.arguments.get("value", op.arguments.get("values", op.arguments.get("src")))
+    is_number = not isinstance(value, Tensor) or value.elements == 1
+    if op.packet.startswith("aten.scatter"):
+        index = op.arguments.get("index")
+        along = op.arguments.get("dim") in (-1, len(target.shape) - 1)
+        return is_number and along and isinstance(index, Tensor) and index.elements == rows
+    indices = [item for item in op.arguments.get("indices") or () if isinstance(item, Tensor)]
+    picked = max((item.elements for item in indices if item.dtype != "bool"), default=0)
+    return is_number and len(indices) == len(target.shape) and picked == rows
+
+
+def _fills(step: Step, index: int, elements: int) -> bool:
+    op = step.ops[index]
+    return step.costs[index].family == "creation" and any(tensor.elements == elements for tensor in op.written)
+
+
+def _writes_a_number(op: Op) -> bool:
+    """Whether an op writes the same everywhere, or at places that a mask or indices name."""
+    others = [tensor for tensor in op.inputs if tensor.storage != op.written[0].storage and tensor.elements > 1]
+    return bool(op.mutated) and all(tensor.dtype in ("bool", "int64") for tensor in others)
 
 
 def _weighted_sum(step: Step, elements: int, makers: Mapping[int, list[int]]) -> tuple[set[int], set[int], bool] | None:
@@ -138,6 +193,8 @@ def _weighted_sum(step: Step, elements: int, makers: Mapping[int, list[int]]) ->
             weights |= written
         elif op.packet in _LINEAR and (large <= weighted or (op.packet == "aten.mul" and not large & weighted)):
             weighted |= written
+        elif op.packet in _DIVERGENCES and large & weighted and large <= weights | weighted:
+            weighted |= written  # the divergence: weights * log(weights) - weights * x
         elif family == "reduction" and large <= weighted and _sums_rows(op):
             reductions.add(index)
             continue
@@ -149,6 +206,7 @@ def _weighted_sum(step: Step, elements: int, makers: Mapping[int, list[int]]) ->
     return members, reductions, shifted
 
 
+_DIVERGENCES = ("aten.sub", "aten.add")
 _LINEAR = ("aten.neg", "aten.mul", "aten.div", "aten._to_copy")
 
 

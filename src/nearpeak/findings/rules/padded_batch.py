@@ -103,21 +103,19 @@ def _enters(step: Step, storage: int, padding: Padding) -> tuple[int, str]:
     reader = next(
         i for i in step.touched_by[storage] if any(tensor.storage == storage for tensor in step.ops[i].inputs)
     )
-    index = reader
-    while (made := _made_by(step, storage, index)) is not None and step.ops[made].source:
+    index, came_from = reader, storage
+    while (made := _made_by(step, came_from, index)) is not None and step.ops[made].source:
         index = made
         wide = [tensor for tensor in step.ops[made].inputs if _holds(tensor, padding)]
         if not wide:
             break
-        storage = wide[0].storage
-    if index != reader and not any(name in step.ops[index].name for name in ("_to_copy", "_pin_memory")):
-        return index, ""
-    if line := step.line_that_writes("collate_fn"):
+        came_from = wide[0].storage
+    is_copy = any(name in step.ops[index].name for name in ("_to_copy", "_pin_memory"))
+    if (index == reader or is_copy) and (line := step.line_that_writes("collate_fn")):
         return index, line
-    if index != reader:
-        return index, ""
-    taken = _taken_from_data(step, storage, padding, reader)
-    return (reader, step.calling_line(reader)) if taken is None else (taken, "")
+    if made is None and (taken := _taken_from_data(step, came_from, padding, index)) is not None:
+        return taken, ""
+    return index, step.calling_line(reader) if index == reader else ""
 
 
 def _taken_from_data(step: Step, storage: int, padding: Padding, reader: int) -> int | None:
