@@ -65,16 +65,49 @@ class Fields:
         return mean + x * deviation
 
 
-def test_what_a_function_computes_for_several_callers_is_at_its_own_lines():
-    fields = Fields()
+@pytest.mark.parametrize("fields", [lambda: (Fields(),) * 2, lambda: (Fields(), Fields())], ids=["one", "two"])
+def test_what_a_function_computes_for_several_callers_is_at_its_own_lines(fields):
+    inputs, outputs = fields()
 
     def step():
         rows = torch.randint(64, (8,))
-        return fields.decode(fields.encode(fields.data[rows]).tanh())
+        return outputs.decode(inputs.encode(inputs.data[rows]).tanh())
 
     ((line, ops),) = found(step)
     assert line == line_of(Fields.statistics, 2)
     assert sorted(ops) == ["aten.mean"] * 4 + ["aten.pow"] * 2 + ["aten.sqrt"] * 2
+
+
+class Reader(torch.nn.Module):
+    """Reads the same prompt before and after."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = Encoder()
+        self.prompt = torch.randn(8, 64)
+
+    def forward(self, x):
+        before = self.encoder(self.prompt)
+        x = x + before.sum(0)
+        after = self.encoder(self.prompt.flip(0))
+        return x * after.sum(0)
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        x = x @ self.weight
+        return x.relu()
+
+
+def test_a_module_that_several_lines_call_is_at_its_calls():
+    reader = Reader()
+    lines = {line for line, _ in found(lambda: reader(torch.randn(4, 64)))}
+    assert lines & {line_of(Reader.forward, offset) for offset in (1, 3)}
+    assert not lines & {line_of(Encoder.forward, offset) for offset in (1, 2)}
 
 
 def test_what_a_function_computes_for_one_caller_is_at_its_call():

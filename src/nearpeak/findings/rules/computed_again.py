@@ -79,7 +79,7 @@ def computed_every_step(step: Step) -> Iterator[Waste]:
         if _counts(step, index, casts=True) and (numbers.new_data or index not in numbers.on_data)
     }
     same = reusable(numbers, same, first_stays=False)
-    for piece in _pieces(step, numbers, same, alike=same):
+    for piece in _pieces(step, numbers, same, alike=same, by_callee=True):
         launched = [index for index in piece.ops if step.time(index)]
         if launched and all(_copies_weight(step, step.ops[index]) for index in launched):
             continue  # which has a rule of its own
@@ -158,18 +158,25 @@ _Call = tuple[str, ...]
 """Lines on the stack, the outermost first."""
 
 
-def _pieces(step: Step, numbers: ValueNumbers, members: Collection[int], *, alike: Collection[int]) -> Iterator[_Piece]:
+def _pieces(
+    step: Step,
+    numbers: ValueNumbers,
+    members: Collection[int],
+    *,
+    alike: Collection[int],
+    by_callee: bool = False,
+) -> Iterator[_Piece]:
     """The members by the outermost line all of whose work is repeated: the call of an encoder, not its layers.
 
     What a function computes from no data, such as a table, is at the lines of the function itself, where it can be
-    kept; and so is what it computes for several of its callers. Lines of one function that feed each other are one
-    piece.
+    kept. Lines of one function that feed each other are one piece.
 
     Args:
         step: The step.
         numbers: Its value numbers.
         members: The ops to be divided.
         alike: Ops that do not keep a line from being repeated as a whole.
+        by_callee: A function that several lines call is one piece, at its own lines.
     """
     calls = _outermost_calls(step, numbers, members, alike)
     groups: dict[_Call, list[int]] = {}
@@ -187,10 +194,11 @@ def _pieces(step: Step, numbers: ValueNumbers, members: Collection[int], *, alik
             joined[root(one)] = root(other)
 
     written_by: dict[int, int] = {}
+    callers: dict[_Call, _Call] = {}
+    functions = _called_functions(step, calls) if by_callee else {}
     for index in sorted(members):
-        first, callee = numbers.first[index], _callee(step, index, calls)
-        if callee and first in members and callee == _callee(step, first, calls):
-            join(calls[index], calls[first])
+        if callee := functions.get(index):
+            join(calls[index], callers.setdefault(callee, calls[index]))
         for tensor in step.ops[index].inputs:
             before = written_by.get(tensor.storage)
             one, other = calls[index], calls[index] if before is None else calls[before]
@@ -204,7 +212,7 @@ def _pieces(step: Step, numbers: ValueNumbers, members: Collection[int], *, alik
     for group in pieces.values():
         if all(step.costs[index].family == "creation" for index in group):
             continue  # a buffer that is filled anew
-        yield _Piece(line=_line(step, numbers, group, calls), ops=tuple(sorted(group)))
+        yield _Piece(line=_line(step, numbers, group, calls, functions), ops=tuple(sorted(group)))
 
 
 def _stack(step: Step, index: int) -> _Call:
@@ -232,17 +240,32 @@ def _outermost_calls(
     return calls
 
 
-def _callee(step: Step, index: int, calls: Mapping[int, _Call]) -> _Call:
-    """The lines on the stack below a call; none for an op of the line itself."""
-    return _stack(step, index)[len(calls[index]) :]
+def _called_functions(step: Step, calls: Mapping[int, _Call]) -> dict[int, _Call]:
+    """For ops of a function that a line calls, and that is no other module, the lines on the stack from there."""
+    modules: dict[_Call, str] = {}
+    """The module that a function on the stack belongs to."""
+    for index, op in enumerate(step.ops):
+        modules.setdefault(_stack(step, index)[:-1], op.module)
+    functions = {}
+    for index, call in calls.items():
+        callee = _stack(step, index)[len(call) :]
+        if callee and step.ops[index].module == modules.get(call[:-1], ""):
+            functions[index] = callee
+    return functions
 
 
-def _line(step: Step, numbers: ValueNumbers, group: Sequence[int], calls: Mapping[int, _Call]) -> str:
+def _line(
+    step: Step,
+    numbers: ValueNumbers,
+    group: Sequence[int],
+    calls: Mapping[int, _Call],
+    functions: Mapping[int, _Call],
+) -> str:
     """The line of the group that takes longest; in the function that it calls, if that computes from no data, or if
-    several lines call it for the same."""
+    several lines call it."""
     callers: dict[_Call, set[_Call]] = {}
     for index in group:
-        if callee := _callee(step, index, calls):
+        if callee := functions.get(index):
             callers.setdefault(callee, set()).add(calls[index])
     is_shared = any(len(lines) > 1 for lines in callers.values())
     inside = 1 if is_shared or not any(index in numbers.on_data for index in group) else 0
