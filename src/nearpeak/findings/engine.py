@@ -70,6 +70,8 @@ class Waste:
     """The line to change, if it is not that of `op`."""
     is_once: bool = False
     """Whether it is done once for each new size and kept, as a plan is: in the long run, steps spend nothing on it."""
+    from_outside: bool = False
+    """Whether the remedy is at the user's line also where the ops are those of an installed package."""
     replaces: bool = False
     """Whether something else takes the place of the ops, so that no other rule can save anything of what remains."""
 
@@ -572,7 +574,9 @@ def _finding(step: Step, group: _Group, long_run_s: float) -> Finding:
         share=group.saving_s / long_run_s if long_run_s > 0.0 else 0.0,
         evidence=largest.evidence,
         reasoning=largest.reasoning + _idle_note(step, group),
-        remedy=_remedy_outside(group, largest.remedy, modules) if group.library else largest.remedy,
+        remedy=_remedy_outside(group, largest.remedy, modules)
+        if group.library and not largest.from_outside
+        else largest.remedy,
         fix=None if largest.fix is None else dataclasses.replace(largest.fix, ops=ops, modules=modules),
         ops=ops,
         together_s=group.together_s,

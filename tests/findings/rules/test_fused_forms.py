@@ -76,6 +76,27 @@ def test_attention_whose_probabilities_are_wanted_is_not_named():
     assert "attention-written-out" not in rules(lambda: (lambda pair: pair[1] + pair[0].sum())(attention(*tensors)))
 
 
+@pytest.mark.parametrize("read", [False, True])
+def test_torchs_module_writes_the_matrix_for_weights_that_are_not_read(read):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = torch.nn.MultiheadAttention(256, 4, batch_first=True, device="cuda")
+
+        def forward(self, x):
+            y, weights = self.attention(x, x, x)
+            return y, weights if read else None
+
+    def build():
+        layer, x = Layer(), torch.randn(8, 512, 256, device="cuda", requires_grad=True)
+        return lambda: layer(x)
+
+    found = found_in(examined(build), "attention-written-out")
+    assert [finding.remedy.partition("  #")[0] for finding in found] == (
+        [] if read else ["y, _ = attention(query, key, value, need_weights=False)"]
+    )
+
+
 def test_a_softmax_over_another_dimension_is_no_attention():
     query, key, value = (randn(2, 4, 64, 16) for _ in range(3))
     assert "attention-written-out" not in rules(lambda: torch.softmax(query @ key.mT, dim=-2) @ value)

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from stalled import CPU, GPU, findings, idle, placed
 
@@ -71,6 +73,14 @@ def test_long_stretches_of_python_are_found_and_short_ones_are_not():
     assert not findings("python-stretch", idle("python", 2.0, what="between ops"))
     assert not findings("python-stretch", idle("python", 0.5, where="train.py:5"))
     assert not findings("python-stretch", idle("python", 2.0))  # no op follows
+
+
+def test_an_optimizer_that_goes_through_parameters_cannot_be_taken_out_of_the_step():
+    stretch = idle("python", 2.0, where="train.py:5")
+    (found,) = findings("python-stretch", stretch, ops=(dataclasses.replace(placed("train.py:5"), phase="optimizer"),))
+    (other,) = findings("python-stretch", stretch, ops=(placed("train.py:5"),))
+    assert "fewer and larger" in found.remedy
+    assert "Take it out of the step" in other.remedy
 
 
 def test_on_a_cpu_another_process_may_have_had_the_processor():

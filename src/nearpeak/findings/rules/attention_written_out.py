@@ -40,6 +40,7 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
         took = step.seconds(members)
         pairs = (*attention.shape.lead, attention.shape.queries, attention.shape.keys)
         moved = step.bytes(ops_that_launch(step, members))
+        by_torch = _is_of_torch(step, seed)
         passes = "forward and backward" if attention.backward else "forward"
         yield Waste(
             title="Attention is written as product, softmax and product.",
@@ -51,7 +52,8 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
             + ("that nothing else reads." if certain else "that goes through memory from each to the next."),
             reasoning=f"One kernel that never writes this matrix takes {seconds(predicted)} for {passes} here."
             + ("" if certain else " A trace file does not show whether anything else reads the matrix."),
-            remedy=_remedy(attention.shape, certain=certain),
+            remedy=_WITHOUT_WEIGHTS if by_torch else _remedy(attention.shape, certain=certain),
+            from_outside=by_torch,
         )
 
 
@@ -356,6 +358,17 @@ def _causal(step: Step, index: int) -> bool:
             return False
         index = before[0]
     return False
+
+
+_WITHOUT_WEIGHTS = (
+    "y, _ = attention(query, key, value, need_weights=False)  # torch.nn.MultiheadAttention; nobody reads its weights"
+)
+
+
+def _is_of_torch(step: Step, index: int) -> bool:
+    """Whether an op is in torch's own module for attention, which writes the matrix to return its weights."""
+    module = step.ops[index].module
+    return step.trace.torch_modules.get(module, "").endswith(".MultiheadAttention")
 
 
 def _remedy(shape: AttentionShape, *, certain: bool) -> str:

@@ -99,7 +99,9 @@ def python_stretch(step: Step) -> Iterator[Waste]:
                 else ""
             ),
             reasoning="Work that is not in the step costs it nothing: all of the stretch is saved.",
-            remedy=(
+            remedy=_FEWER_PARAMETERS
+            if _is_optimizer(step, where)
+            else (
                 "Compute it with ops on the device, before the copy, or one step later in a thread. " if places else ""
             )
             + ("" if line else f"Look at what runs before {cause.where}. ")
@@ -107,6 +109,19 @@ def python_stretch(step: Step) -> Iterator[Waste]:
             "step, or in the data loader's workers; log and save once in many steps, in a thread. Loops over "
             "elements become ops on whole tensors.",
         )
+
+
+_FEWER_PARAMETERS = (
+    "An optimizer goes through its parameters in Python before its kernels run: have fewer and larger ones (one for "
+    "all layers of a list, stacked),\nor step = torch.compile(optimizer.step), or record the step in a CUDA graph "
+    "(capturable=True)."
+)
+
+
+def _is_optimizer(step: Step, line: str) -> bool:
+    """Whether an optimizer runs at a line, and nothing else."""
+    phases = {op.phase for op in step.ops if (op.caller or op.source) == line}
+    return phases == {"optimizer"}
 
 
 def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
