@@ -97,3 +97,13 @@ def test_pairs_within_each_item_of_a_batch():
 
     (found,) = found_in(examined(build), "pairs-by-broadcasting")
     assert "8 x 300 x 16 and 16 x 300" in found.reasoning
+
+
+def test_rows_that_were_stacked_are_not_the_same():
+    def build():
+        rows = [torch.randn(WIDTH, device="cuda") for _ in range(8)]
+        others = torch.randn(OTHERS, WIDTH, device="cuda")
+        return lambda: functional.cosine_similarity(torch.stack(rows)[:, None], others[None], dim=-1)
+
+    (found,) = found_in(examined(build), "pairs-by-broadcasting")
+    assert f"8 x {WIDTH} and {WIDTH} x {OTHERS}" in found.reasoning

@@ -140,7 +140,8 @@ def _constant_dims_of_result(step: Step, index: int, strides: dict[int, set[int]
         if len(shape) == len(source.shape):
             left = list(range(len(source.shape)))
         return {left.index(dim) for dim in constant_dims(source, strides) if dim not in gone and dim in left}
-    if family not in ("pointwise", "movement") or not op.inputs:
+    is_copy = op.packet in _COPIES and bool(op.inputs) and op.inputs[0].shape == shape
+    if not op.inputs or not (is_copy or family == "pointwise"):
         return set()
     dims = [_dims_in(tensor, shape, strides) for tensor in op.inputs]
     return set.intersection(*dims)
