@@ -509,7 +509,9 @@ def _reduce(kernel: Kernel, lines: _Lines, cycles: float, slow: float = 1.0) -> 
 
 
 _WARP_ROW = 1024
-"""Rows up to this length are normalized by one warp."""
+"""Gradients of rows up to this length are computed by one warp, with a value of the row in each of 32 registers."""
+_WARP_ROW_FORWARD = 2048
+"""Rows up to this length are normalized by one warp: torch's limits are 2048 elements and 8 KiB."""
 
 
 @model("aten._softmax", "aten._log_softmax", "aten._safe_softmax", "aten.softmax", "aten.log_softmax")
@@ -519,9 +521,11 @@ def _softmax(kernel: Kernel) -> float:
     lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
     if lines.inner > 1:
         return _down_columns(kernel, lines, passes=3)
-    if lines.length <= _WARP_ROW:
+    if lines.length <= min(_WARP_ROW_FORWARD, 8192 // lines.item):
         padded = 1 << math.ceil(math.log2(max(2, lines.length)))
         count = lines.elements / lines.length * padded
+        if padded > _WARP_ROW:  # twice the registers: half of the rows are in flight
+            count *= kernel["softmax.warp_long"]
         return (
             kernel["softmax.warp_fixed"]
             + kernel["softmax.warp_row"] * padded / _WARP_ROW
