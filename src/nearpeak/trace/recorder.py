@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, Self
@@ -238,7 +239,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
         if arguments is not None:
-            self._guard.call(self._values.look, schema, arguments, args)
+            self._guard.call(self._look_at_values, schema, arguments, args)
         self.launch_begins()
         result = func(*args, **kwargs)
         if arguments is not None:
@@ -277,6 +278,10 @@ class Recorder(TorchDispatchMode):
             self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
         return arguments
 
+    def _look_at_values(self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
+        with no_dispatch():  # dispatch modes of the program count its own ops
+            self._values.look(schema, arguments, args)
+
     def _note_lifted(self, made: torch.Tensor) -> None:
         """A tensor of numbers that the program wrote down, or computed without torch."""
         value = self.storages.value(made, "intermediate")
@@ -290,7 +295,8 @@ class Recorder(TorchDispatchMode):
 
     def _record_live(self, schema: OperatorSchema, arguments: dict[str, Any], result: Any) -> None:
         outputs = tuple(_flat_tensors(self.storages.value(result, "intermediate")))
-        self._values.look_at_results(schema, outputs, result)
+        with no_dispatch():
+            self._values.look_at_results(schema, outputs, result)
         self._record(schema, arguments, outputs)
 
     def _run_with_torch(
@@ -778,9 +784,17 @@ _skip_code: Any = getattr(torch._C._dynamo.eval_frame, "skip_code", lambda code:
 
 
 def _keep_from_compiler() -> None:
-    """torch.compile compiles code of the program, and none of ours; `torch._dynamo.reset()` would forget it."""
+    """torch.compile compiles code of the program, and none of ours.
+
+    A program that calls `torch._dynamo.reset()` in its step makes torch forget the code that it skips, but not the
+    files.
+    """
     for function in (Recorder.__torch_dispatch__, Guard.call):
         _skip_code(function.__code__)
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    add, skipped = getattr(rules, "add", None), getattr(rules, "SKIP_DIRS", ())
+    if add is not None and not any(str(Path(__file__).parent) in each for each in skipped):
+        add(__package__)
 
 
 _GROUPED_ROW_ALIGNMENT = 16
@@ -1149,6 +1163,10 @@ class GradientLog:
     def note_step(self, optimizer: torch.optim.Optimizer, ops: int) -> None:
         """An optimizer takes a step after this number of ops."""
         self._steps.append((ops, optimizer))
+        with torch._C.DisableTorchFunction():  # modes and subclasses of the program see none of this
+            self._note_stepped(optimizer)
+
+    def _note_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         present = {id(leaf) for leaf in _parameters(optimizer) if leaf.grad is not None}
         self._added = [
             (
@@ -1162,8 +1180,10 @@ class GradientLog:
 
     def gradients(self) -> tuple[AddedGradient, ...]:
         """The gradients in order, when the step has ended."""
-        if not self._added:
-            return ()
+        with torch._C.DisableTorchFunction():
+            return self._all_gradients() if self._added else ()
+
+    def _all_gradients(self) -> tuple[AddedGradient, ...]:
         owned = {id(leaf) for optimizer in _optimizers() for leaf in _parameters(optimizer)}
         steps: dict[int, list[int]] = {}
         for ops, optimizer in self._steps:
