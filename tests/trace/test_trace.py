@@ -684,3 +684,14 @@ def test_grouped_products_in_every_dtype(dtype):
     products = [op for op in recorded.ops if op.packet == "aten._grouped_mm"]
     assert [op.outputs[0].shape for op in products] == [(64, 48), (4, 32, 48), (64, 32)]
     assert {op.outputs[0].dtype for op in products} == {str(dtype).removeprefix("torch.")}
+
+
+def test_a_packed_sequence_is_refused_with_the_way_out():
+    network = torch.nn.LSTM(16, 8)
+
+    def step():
+        return network(torch.nn.utils.rnn.pack_sequence([torch.randn(5, 16), torch.randn(3, 16)]))[0].data
+
+    with pytest.raises(UsageError, match=r"test_trace.py:\d+: .*packed sequences.*live=True"):
+        trace(step)
+    assert trace(step, live=True).ops

@@ -57,7 +57,11 @@ MAX_FLIPPED = 4
 """Assumed truth values that are tried the other way if the code fails: it may have refused what was assumed."""
 MAX_SHOWN_ASSUMPTIONS = 8
 
-_MEMORY_ERRORS = ("Cannot access data pointer of Tensor", ".numpy() is not supported for tensor subclasses")
+_MEMORY_ERRORS = (
+    "Cannot access data pointer of Tensor",
+    ".numpy() is not supported for tensor subclasses",
+    "The tensor has a non-zero number of elements, but its data is not allocated yet",
+)
 """How torch's errors begin if code accesses the memory of a fake tensor."""
 
 
@@ -327,8 +331,8 @@ def _why_not_traced(error: Exception, unusual: Sequence[str]) -> str | None:
     text = message_of(error).rstrip(".")
     if isinstance(error, RuntimeError) and text.startswith(_MEMORY_ERRORS):
         return (
-            "the code asks for the memory of a tensor (.numpy(), .data_ptr(), a kernel that torch does not "
-            "know), and fake ones have none. Make kernels operators with torch.library.custom_op and "
+            "the code asks for the memory of a tensor (.numpy(), .data_ptr(), packed sequences, a kernel that torch "
+            "does not know), and fake ones have none. Make kernels operators with torch.library.custom_op and "
             f"register_fake, or {_LIVE}."
         )
     if isinstance(error, TypeError) and "FakeTensor.__format__" in text:
