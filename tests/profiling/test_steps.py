@@ -473,3 +473,22 @@ def test_nothing_is_awaited_without_an_optimizer_or_with_a_step_function(watcher
         assert steps.awaited()[0] == "the first step of SGD"
         steps.has_step_function = True
         assert steps.awaited() == ("", 0.0)
+
+
+def test_a_class_that_refuses_changes_is_watched_without_its_metaclass_knowing(watcher):
+    class Frozen(type):
+        def __setattr__(cls, name, value):
+            raise AttributeError(f"{name} of a frozen class")
+
+        def __delattr__(cls, name):
+            raise AttributeError(f"{name} of a frozen class")
+
+    class Fixed(torch.nn.Linear, metaclass=Frozen):
+        pass
+
+    model = Fixed(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    with detect_steps(watcher):
+        train(model, optimizer, 4)
+    assert watcher.events.count("step") == 4
+    assert "__call__" not in vars(Fixed)

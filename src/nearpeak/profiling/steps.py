@@ -656,10 +656,11 @@ class TopLevelCalls:
 
 
 def _set_class_call(kind: type[nn.Module], call: Any) -> None:
+    """By `type` itself: a metaclass of the program may refuse or count what is set."""
     if call is not None:
-        kind.__call__ = call  # type: ignore[method-assign]
+        type.__setattr__(kind, "__call__", call)
     elif "__call__" in vars(kind):
-        del kind.__call__
+        type.__delattr__(kind, "__call__")
 
 
 MAX_MARKS = 128
