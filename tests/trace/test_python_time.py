@@ -1,4 +1,5 @@
 import dis
+import os
 import sys
 import threading
 import time
@@ -138,3 +139,16 @@ def test_a_function_that_runs_live_is_sampled_too():
         patch.setattr(PythonTime, "op_ended", lambda self, index: (measured.append(self), before(self, index)))
         check(trace(step, live=True))
     assert trace(lambda: torch.ones(4).exp()).python is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12: the sampler is a thread
+def test_a_forked_child_has_the_interval_of_the_program():
+    interval = sys.getswitchinterval()
+    with PythonTime().sampling():
+        assert sys.getswitchinterval() < interval
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if sys.getswitchinterval() == interval else 1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert sys.getswitchinterval() == interval

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import os
 import sys
 import threading
 import time
@@ -68,6 +69,7 @@ class PythonTime:
         """Inside, the stack of the thread is sampled."""
         self._interval = sys.getswitchinterval()
         self._shorter = min(self._interval, SAMPLE_INTERVAL_S)
+        _shortened.append(self)
         sys.setswitchinterval(self._shorter)  # pure Python gives way to the sampler only so often
         self._left = _read_clocks()
         self._running.acquire()
@@ -81,9 +83,13 @@ class PythonTime:
         """Ends the sampling, on any thread."""
         if not self._has_ended:
             self._has_ended = True
-            if abs(sys.getswitchinterval() - self._shorter) < 1e-6:  # else the program has set another one
-                sys.setswitchinterval(self._interval)
+            _shortened.remove(self)
+            self._restore_interval()
             self._running.release()
+
+    def _restore_interval(self) -> None:
+        if abs(sys.getswitchinterval() - self._shorter) < 1e-6:  # else the program has set another one
+            sys.setswitchinterval(self._interval)
 
     def stretches(self) -> dict[int, PythonStretch]:
         """The stretches before ops, by the index of the op."""
@@ -98,6 +104,20 @@ class PythonTime:
             if stack is not None:
                 self._stacks.setdefault(self._op, Counter())[stack] += 1
         self._running.release()
+
+
+_shortened: list[PythonTime] = []
+"""Those that sample now."""
+
+
+def _restore_in_child() -> None:
+    """A forked child has no sampler, and the interval of the program."""
+    for python_time in reversed(_shortened):
+        python_time._restore_interval()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restore_in_child)
 
 
 def sampled_stack(frame: FrameType | None) -> tuple[StackLine, ...] | None:
