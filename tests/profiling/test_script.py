@@ -13,7 +13,7 @@ from nearpeak.cli.main import main
 from nearpeak.errors import UsageError
 from nearpeak.profiling import session, torch_profiler
 from nearpeak.profiling.assemble import StepRecords
-from nearpeak.profiling.script import profile_script
+from nearpeak.profiling.script import profile_script, report_exit
 
 TRAIN = """
 import os, pickle, sys, torch
@@ -434,3 +434,10 @@ def test_random_numbers_do_not_depend_on_what_is_measured_before(write, monkeypa
     profile_script(write("import torch\nprint(torch.rand(1).item())"))
     torch.set_rng_state(state)
     assert capsys.readouterr().out == f"{torch.rand(1).item()}\n"
+
+
+def test_an_object_that_ends_a_script_without_stderr_is_written_to_the_descriptor(monkeypatch, capfd):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert report_exit(SystemExit(("a", 1))) == 1
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "('a', 1)\n")

@@ -387,7 +387,11 @@ def report_exit(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return int(error.code or 0) & 0xFF
-        print(error.code, file=sys.stderr)
+        if sys.stderr is None:  # the interpreter writes to the descriptor then
+            with suppress(OSError):
+                os.write(2, f"{error.code}\n".encode(errors="backslashreplace"))
+        else:
+            print(error.code, file=sys.stderr)
         return 1
     interrupted = isinstance(error, KeyboardInterrupt)
     _drop_own_frames(error, set())
