@@ -1,5 +1,6 @@
 import copy
 import gc
+import os
 import pickle
 import threading
 
@@ -492,3 +493,22 @@ def test_a_class_that_refuses_changes_is_watched_without_its_metaclass_knowing(w
         train(model, optimizer, 4)
     assert watcher.events.count("step") == 4
     assert "__call__" not in vars(Fixed)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of Python 3.12, with threads of torch
+def test_a_forked_child_has_its_classes_and_optimizers_as_they_were(watcher):
+    class Model(torch.nn.Linear):
+        pass
+
+    model = Model(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    with detect_steps(watcher):
+        train(model, optimizer, 3)
+        assert "step" in vars(optimizer) and "__call__" in vars(Model)
+        child = os.fork()
+        if child == 0:
+            os._exit(int("step" in vars(optimizer) or "__call__" in vars(Model)))
+        assert os.waitpid(child, 0)[1] == 0
+        train(model, optimizer, 2)
+    assert watcher.events.count("step") == 5

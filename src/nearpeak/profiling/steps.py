@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -207,13 +208,20 @@ class StepDetector:
         ):
             self._hooks.callback(register(self._in_hook(self._guard.wrap(hook))).remove)
         self.is_open = True
+        _open_detectors.add(self)
         try:
             self.calls.open()
             yield
             self._guard.call(self._before_module)  # a last step that ended inside the backward pass
         finally:
             self.is_open = False
+            _open_detectors.discard(self)
             self.stop()
+
+    def restore_in_child(self) -> None:
+        """Undoes the changes to classes and optimizers in a forked child, where the guard calls nothing."""
+        self._restore()
+        self.calls.restore_classes()
 
     def stop(self, *, until_training: bool = False) -> None:
         """Undoes all changes to classes and optimizers; no more steps are reported.
@@ -645,9 +653,12 @@ class TopLevelCalls:
         self._guard.call(self._patch)
 
     def _unpatch(self) -> None:
+        self._guard.call(self.restore_classes)
+
+    def restore_classes(self) -> None:
         for kind, own_call in self._classes.items():
             if getattr(vars(kind).get("__call__"), _OWN, False):  # else the program has replaced it meanwhile
-                self._guard.call(_set_class_call, kind, own_call)
+                _set_class_call(kind, own_call)
 
     def _patch(self) -> None:
         for kind, own_call in self._classes.items():
@@ -661,6 +672,18 @@ def _set_class_call(kind: type[nn.Module], call: Any) -> None:
         type.__setattr__(kind, "__call__", call)
     elif "__call__" in vars(kind):
         type.__delattr__(kind, "__call__")
+
+
+_open_detectors: set[StepDetector] = set()
+
+
+def _restore_in_child() -> None:
+    for detector in _open_detectors:
+        detector.restore_in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restore_in_child)
 
 
 MAX_MARKS = 128
