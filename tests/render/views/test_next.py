@@ -208,6 +208,8 @@ def test_what_is_spent_once_is_the_answer_to_a_step_that_waits_for_it_and_no_lar
     )
     plan = finding("attention-plan", 0.0, once_s=7.0)
     assert next_finding(waiting, [plan]) == plan
-    assert "saves 7.00 s once for each new size: attention-plan" in sentences(waiting, [plan])["Next"]
+    said = sentences(waiting, [plan])
+    assert "saves 7.00 s once for each new size: attention-plan" in said["Next"]
+    assert "another part" not in said["Why"]
     small = dataclasses.replace(plan, once_s=0.5)
     assert "largest saving known" not in sentences(made, [small])["Next"]

@@ -54,10 +54,10 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         ops = [profile.ops[index] for index in answer.ops]
         if loss.name == "slow kernels" and (lost_s := sum(op.lost_s for op in ops)) > _largest_group_loss(profile):
             why = f"{seconds(lost_s)} of it are in {_those_ops(answer, ops)}."
-        if grade.is_trusted and not _answers(profile, answer, loss):
+        if grade.is_trusted and answer.saving_s > 0.0 and not _answers(profile, answer, loss):
             part = max(PART_MEANINGS, key=lambda name: _saved_of(profile, answer, name))
             if part != loss.name:
-                why = f"{why} Most can be saved of another part, {part}: {seconds(answer.found_s)}.".strip()
+                why = f"{why} Most can be saved of another part, {part}: {seconds(answer.saving_s)}.".strip()
     else:
         next_ = advice
         in_long_run = [finding for finding in findings if not finding.once_s]
