@@ -3,9 +3,12 @@ import threading
 import types
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from nearpeak.trace import guard as guard_module
-from nearpeak.trace.guard import Guard, OwnThread
+from nearpeak.trace.guard import Guard, OwnThread, undone_in_child
+from nearpeak.trace.trace import trace
 
 
 def fails(*_args):
@@ -47,6 +50,49 @@ def test_nothing_runs_in_a_forked_child():
     os.waitpid(child, 0)
     assert os.read(reader, 100) == b"True []"
     assert not guard.in_child
+
+
+def test_a_forked_child_undoes_the_latest_change_first_and_the_parent_nothing():
+    undone = []
+    reader, writer = os.pipe()
+    with undone_in_child(lambda: undone.append("outer")), undone_in_child(lambda: undone.append("inner")):
+        child = os.fork()
+        if child == 0:
+            os.write(writer, " ".join(undone).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+    assert os.read(reader, 100) == b"inner outer"
+    assert undone == []
+    child = os.fork()
+    if child == 0:
+        os._exit(len(undone))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_child_that_is_forked_in_a_traced_step_has_the_modes_of_the_program_alone():
+    class Mode(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.seen += 1
+            return function(*args, **(kwargs or {}))
+
+    children = []
+
+    def step():
+        with Mode() as inner:
+            child = os.fork()
+            if child:
+                children.append(child)
+                return torch.ones(2) + 1
+            modes = _get_current_dispatch_mode_stack()
+            torch.ones(2) + 1
+            own = len(modes) == 2 and modes[-1] is inner and inner.seen == 2
+        os._exit(0 if own and len(_get_current_dispatch_mode_stack()) == 1 else 1)
+
+    with Mode():
+        trace(step, live=True)
+    assert os.waitpid(children[0], 0)[1] == 0
 
 
 def test_a_thread_is_known_by_itself_and_not_by_its_id():

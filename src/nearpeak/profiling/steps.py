@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import gc
 import inspect
-import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,7 @@ from torch._dynamo.callback import callback_handler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from nearpeak.trace.graphs import remember_graphs
-from nearpeak.trace.guard import Guard, OwnThread
+from nearpeak.trace.guard import Guard, OwnThread, undone_in_child
 from nearpeak.trace.modules import watch_module_calls
 from nearpeak.trace.source import user_line
 from nearpeak.units import seconds
@@ -208,20 +207,14 @@ class StepDetector:
         ):
             self._hooks.callback(register(self._in_hook(self._guard.wrap(hook))).remove)
         self.is_open = True
-        _open_detectors.add(self)
-        try:
-            self.calls.open()
-            yield
-            self._guard.call(self._before_module)  # a last step that ended inside the backward pass
-        finally:
-            self.is_open = False
-            _open_detectors.discard(self)
-            self.stop()
-
-    def restore_in_child(self) -> None:
-        """Undoes the changes to classes and optimizers in a forked child, where the guard calls nothing."""
-        self._restore()
-        self.calls.restore_classes()
+        with undone_in_child(self._restore), undone_in_child(self.calls.restore_classes):
+            try:
+                self.calls.open()
+                yield
+                self._guard.call(self._before_module)  # a last step that ended inside the backward pass
+            finally:
+                self.is_open = False
+                self.stop()
 
     def stop(self, *, until_training: bool = False) -> None:
         """Undoes all changes to classes and optimizers; no more steps are reported.
@@ -672,18 +665,6 @@ def _set_class_call(kind: type[nn.Module], call: Any) -> None:
         type.__setattr__(kind, "__call__", call)
     elif "__call__" in vars(kind):
         type.__delattr__(kind, "__call__")
-
-
-_open_detectors: set[StepDetector] = set()
-
-
-def _restore_in_child() -> None:
-    for detector in _open_detectors:
-        detector.restore_in_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_restore_in_child)
 
 
 MAX_MARKS = 128

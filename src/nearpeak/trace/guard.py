@@ -4,7 +4,8 @@ nearpeak watches a program from hooks, patched calls, a dispatch mode and the en
 through a guard, so that three rules hold everywhere:
 
 - An exception of nearpeak's code ends the watching, and never the program.
-- Nothing of it runs in a forked child, which has a copy of everything but the threads of the profiler.
+- Nothing of it runs in a forked child, which has a copy of everything but the threads of the profiler. What a child
+  would still see of the profiler is undone in it (`undone_in_child`).
 - Nothing of it calls the device while a stream is being captured into a graph (`is_capturing`): such a call would end
   the capture with an error.
 """
@@ -90,6 +91,31 @@ class Guard:
         self.failure = self.failure or error.with_traceback(None)  # a frame would keep tensors alive
         with suppress(Exception):
             self._failed(error)
+
+
+_undo: list[Callable[[], object]] = []
+"""What a child that is forked now undoes, in the order in which it was done."""
+
+
+@contextmanager
+def undone_in_child(undo: Callable[[], object]) -> Iterator[None]:
+    """Inside, a child that is forked calls `undo` as it begins: the latest change of the program is undone first."""
+    _undo.append(undo)
+    try:
+        yield
+    finally:
+        if undo in _undo:  # not in a child, which has called it
+            _undo.remove(undo)
+
+
+def _undo_in_child() -> None:
+    while _undo:
+        with suppress(Exception):
+            _undo.pop()()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_undo_in_child)
 
 
 class OwnTime:

@@ -33,8 +33,7 @@ class LiveTrace:
         self._undo.enter_context(record_replays())
         self._undo.enter_context(self._recorder.modules.watching())
         self._undo.enter_context(self._recorder)
-        assert self._recorder.python_time is not None
-        self._undo.enter_context(self._recorder.python_time.sampling())
+        self._undo.enter_context(self._recorder.running_live())
 
     def optimizer_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Ops that follow are the optimizer's. If its step has a closure, what to call the step with."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import _thread
 import functools
-import os
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from types import CodeType, FrameType
 import torch
 
 from nearpeak.ops.op import PythonStretch, StackLine
+from nearpeak.trace.guard import undone_in_child
 from nearpeak.trace.source import is_nearpeak_file, is_torch_file, own_line
 
 try:
@@ -69,21 +69,20 @@ class PythonTime:
         """Inside, the stack of the thread is sampled."""
         self._interval = sys.getswitchinterval()
         self._shorter = min(self._interval, SAMPLE_INTERVAL_S)
-        _shortened.append(self)
         sys.setswitchinterval(self._shorter)  # pure Python gives way to the sampler only so often
         self._left = _read_clocks()
         self._running.acquire()
         _thread.start_new_thread(self._sample, ())
-        try:
-            yield
-        finally:
-            self.end()
+        with undone_in_child(self._restore_interval):
+            try:
+                yield
+            finally:
+                self.end()
 
     def end(self) -> None:
         """Ends the sampling, on any thread."""
         if not self._has_ended:
             self._has_ended = True
-            _shortened.remove(self)
             self._restore_interval()
             self._running.release()
 
@@ -104,20 +103,6 @@ class PythonTime:
             if stack is not None:
                 self._stacks.setdefault(self._op, Counter())[stack] += 1
         self._running.release()
-
-
-_shortened: list[PythonTime] = []
-"""Those that sample now."""
-
-
-def _restore_in_child() -> None:
-    """A forked child has no sampler, and the interval of the program."""
-    for python_time in reversed(_shortened):
-        python_time._restore_interval()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_restore_in_child)
 
 
 def sampled_stack(frame: FrameType | None) -> tuple[StackLine, ...] | None:

@@ -20,9 +20,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -32,7 +32,7 @@ from typing import Any, ParamSpec, Self
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from nearpeak.machines.machine import Machine
 from nearpeak.ops.fast_init import positional_constructor
@@ -55,7 +55,7 @@ from nearpeak.ops.settings import SLOW_SETTINGS
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace import interrupts, memo
 from nearpeak.trace.cuda_ops.registry import RECOMPOSED_OPERATORS, run_native
-from nearpeak.trace.guard import Guard, is_capturing
+from nearpeak.trace.guard import Guard, is_capturing, undone_in_child
 from nearpeak.trace.known_values import KnownValues
 from nearpeak.trace.loop_turns import LoopTurns
 from nearpeak.trace.memo import (
@@ -130,6 +130,7 @@ class Recorder(TorchDispatchMode):
         self._optimizers: dict[type, SeenOptimizer] = {}
         self.graph_recorded = False
         """Whether autograd has recorded an op of a forward pass."""
+        self._left_in_child = False
         self.paused = False
         """Whether ops pass unrecorded: those of a compiler at work do."""
         self.truncated = False
@@ -174,10 +175,31 @@ class Recorder(TorchDispatchMode):
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._left_in_child:
+            return
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._locations.lines.forget()
         if self._mode is not None:
             self._entered.pop().close()
+
+    @contextmanager
+    def running_live(self) -> Iterator[None]:
+        """Inside, the program's own code runs: its time in Python is sampled, its children are left alone."""
+        assert self.python_time is not None
+        with undone_in_child(self._leave_in_child), self.python_time.sampling():
+            yield
+
+    def _leave_in_child(self) -> None:
+        """Takes the recorder from below the program's own modes, of the thread that has forked."""
+        self._left_in_child = True
+        above = []
+        while any(mode is self for mode in _get_current_dispatch_mode_stack()):
+            if _get_current_dispatch_mode_stack()[-1] is self:
+                super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            else:
+                above.append(_pop_mode())
+        for mode in reversed(above):
+            _push_mode(mode)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -190,7 +212,7 @@ class Recorder(TorchDispatchMode):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device  # queried more often than there are ops
         if self.paused or self._guard.failure is not None:
-            return func(*args, **(kwargs or {}))
+            return _run(func, args, kwargs or {})
         if _frame_compiler() is not None:
             return _dispatch_uncompiled(self, func, types, args, kwargs)
         return self._dispatch(func, types, args, kwargs or {})
@@ -223,7 +245,7 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a subclass handles its ops itself; what it runs for them comes here afterwards
         schema = self._guard.call(schema_of, func)
         if schema is None or schema.query or not self.records_now:
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         if self.python_time is not None:
             self._guard.call(self.python_time.op_begins, len(self.ops))
         if schema.composite and not _any_nested((*args, *kwargs.values())):
@@ -231,17 +253,17 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if schema.lift:
-            result = func(*args, **kwargs)
+            result = _run(func, args, kwargs)
             self._guard.call(self._note_lifted, result)
             return result
         if len(self.ops) >= self._limit:
             self.truncated = True
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
         if arguments is not None:
             self._guard.call(self._look_at_values, schema, arguments, args)
         self.launch_begins()
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         if arguments is not None:
             self._guard.call(self._record_live, schema, arguments, result)
         self.launch_ended()
@@ -264,7 +286,7 @@ class Recorder(TorchDispatchMode):
 
     def _run_composite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operators that an operator is composed of; inference mode bypasses the key that decomposes it."""
-        with self:
+        with self, _called_by_torch(func):
             if func in RECOMPOSED_OPERATORS:
                 return func.decompose(*args, **kwargs)
             return run_native(func, *args, **kwargs)
@@ -706,6 +728,23 @@ def _any_requires_grad(values: Any) -> bool:
     if isinstance(values, (list, tuple)):
         return any(_any_requires_grad(value) for value in values)
     return isinstance(values, torch.Tensor) and values.requires_grad
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with _called_by_torch(func):
+        return func(*args, **kwargs)
+
+
+def _called_by_torch(func: Any) -> AbstractContextManager[Any]:
+    """Inside, an operator runs as torch would run it: function modes of the program do not see what C++ calls.
+
+    Operators of other libraries may be written in Python, and the functions that these call are seen.
+    """
+    return torch._C.DisableTorchFunction() if _function_mode_count() and func.namespace == "aten" else _NO_CONTEXT
+
+
+_NO_CONTEXT = nullcontext()
+_function_mode_count = torch._C._len_torch_function_stack
 
 
 def _handles_ops(kind: type) -> bool:

@@ -188,7 +188,7 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
         stack.enter_context(_watch_optimizers(recorder))
         returned: Any = None
         try:
-            with recorder, recorder.python_time.sampling() if recorder.python_time is not None else nullcontext():
+            with recorder, recorder.running_live() if live else nullcontext():
                 returned = fn(*args, **named) if live else contextvars.copy_context().run(fn, *args, **named)
             if grad:
                 _backward(recorder, returned)

@@ -1,8 +1,10 @@
 import gc
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -10,7 +12,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from nearpeak.profiling import torch_profiler
 from nearpeak.profiling.torch_profiler import Profiler
 from nearpeak.trace.kineto.host import line_of_mark
-from nearpeak.trace.kineto.marks import mark_garbage_collections, mark_unseen_ops
+from nearpeak.trace.kineto.marks import mark_data_loading, mark_garbage_collections, mark_unseen_ops
 from nearpeak.trace.kineto.read import read_trace
 
 FILE = Path(__file__).name
@@ -46,6 +48,23 @@ def test_batches_and_collections_have_the_line_that_asked_for_them():
     assert line_of_mark(loaded.name) == f"{FILE}:{line}"
     collected = [line_of_mark(span.name) for span in recorded.host if span.kind == "garbage collection"]
     assert f"{FILE}:{line + 2}" in collected
+
+
+def test_the_range_of_a_batch_is_no_function_that_a_mode_of_the_program_sees():
+    class Count(TorchFunctionMode):
+        functions = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            self.functions += 1
+            return function(*args, **(kwargs or {}))
+
+    batches = DataLoader(torch.ones(8, 4), batch_size=2)
+    counts = []
+    for marks in nullcontext, mark_data_loading:
+        with marks(), Count() as count:
+            assert len(list(batches)) == 4
+        counts.append(count.functions)
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_loader_that_ends_ends_as_before():

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
-from torch.autograd.profiler import record_function
 
 from nearpeak.trace.graphs import number_of
 from nearpeak.trace.guard import Guard, OwnThread
@@ -112,7 +111,7 @@ def mark_data_loading() -> Iterator[None]:
 
     def marked(self: Any) -> Any:
         line = user_line(sys._getframe(1))[0]
-        with record_function(
+        with _RecordFunctionFast(  # no operator of torch's, which a function mode of the program's would see
             f"{DATA_LOADER_RANGE}{type(self).__name__}.__next__" + (f"{LINE_SEPARATOR}{line}" if line else "")
         ):
             return original(self)
