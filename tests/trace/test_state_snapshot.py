@@ -752,3 +752,16 @@ def test_a_test_is_looked_at_and_not_the_session_that_runs_it(request):
     met = snapshot._states._met
     assert id(GLOBAL_LIST) in met and id(request) in met
     assert id(request.session.__dict__) not in met and len(met) < 1000
+
+
+def test_classes_of_the_program_are_not_kept():
+    def estimated(attributes):
+        kind = type("Kind", (), attributes)
+        held = kind()
+        held.factor = torch.ones(2)
+        estimate(lambda: held.factor * 2, on="h200-sxm")
+        return weakref.ref(kind)
+
+    kinds = [estimated({}), estimated({"__slots__": ("factor",)})]
+    gc.collect()
+    assert [kind() for kind in kinds] == [None, None]

@@ -26,6 +26,7 @@ from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -502,15 +503,23 @@ def _visit_slots(states: _ObjectStates, value: Any) -> list[Any]:
     return contents
 
 
-@functools.lru_cache(maxsize=4096)
+_without_slots: WeakSet[type] = WeakSet()
+"""Nearly all classes. One that was kept would keep the globals of its functions, which Python clears as it ends."""
+
+
 def _slots_of(kind: type) -> tuple[Any, ...]:
-    return tuple(
+    if kind in _without_slots:
+        return ()
+    slots = tuple(
         member
         for base in kind.__mro__
         if _is_user_code(base.__module__)
         for member in vars(base).values()
         if type(member) is types.MemberDescriptorType
     )
+    if not slots:
+        _without_slots.add(kind)
+    return slots
 
 
 def _slot_content(slot: Any, value: Any) -> Any:
