@@ -60,7 +60,8 @@ BESIDE = 3
 TURN_SECONDS = 0.3
 LEAD_STEPS = 4
 """As many as a loader with two workers has prepared while the process waited."""
-MANY_STEPS = 1_000_000
+FIRST_STEPS, MOST_STEPS = 3, 200
+"""In the turn that shows how long a step takes, and at most in each that is measured."""
 PATIENCE_S = 300.0
 
 Device = Literal["cpu", "cuda"]
@@ -416,11 +417,13 @@ class SavingsJob:
         wastes = list(program.marks)
         self._mended = {waste: {waste} for waste in wastes} | ({"all": set(wastes)} if len(wastes) > 1 else {})
         self.processes = []
+        # about as many as are measured: some programs make room for all of them
+        steps = FIRST_STEPS + turns * max(program.block or 0, MOST_STEPS) + (2 + turns) * (LEAD_STEPS + 1)
         for name, mended in {"": set(), **self._mended}.items():
             script = folder / (f"mended_{name}" if name else "as_it_stands") / program.path.name
             script.parent.mkdir(parents=True, exist_ok=True)
             script.write_text(program.variant(mended), encoding="utf-8")
-            command = [str(script), *program.arguments[device], "--steps", str(MANY_STEPS)]
+            command = [str(script), *program.arguments[device], "--steps", str(steps)]
             log = script.with_suffix(".log")
             self.processes.append(Process(command, log, device))
 
@@ -429,10 +432,10 @@ class SavingsJob:
             process.tell("start")
         for process in self.processes:
             process.hear()
-        first_s = self._turn(self.processes[0], 3) / 3
+        first_s = self._turn(self.processes[0], FIRST_STEPS) / FIRST_STEPS
         for process in self.processes[1:]:  # all are at the same step, and therefore at the same token of a text
-            self._turn(process, 3)
-        steps = self._program.block or min(200, max(4, round(TURN_SECONDS / first_s)))
+            self._turn(process, FIRST_STEPS)
+        steps = self._program.block or min(MOST_STEPS, max(4, round(TURN_SECONDS / first_s)))
         rounds = [[self._turn(process, steps) / steps for process in self.processes] for _ in range(self._turns)]
         savings = {}
         for number, name in enumerate(self._mended, 1):
