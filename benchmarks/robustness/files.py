@@ -120,15 +120,15 @@ def mutate_data(data: Any, draw: random.Random) -> Any:
             with contextlib.suppress(LookupError, TypeError):
                 owner[key] = copy.deepcopy(functools.reduce(lambda inner, each: inner[each], other, data))
         elif kind == "like":
-            owner[key] = draw.choice([each for each in HOSTILE if type(each) is type(value)] or [value])
+            owner[key] = copy.deepcopy(draw.choice([each for each in HOSTILE if type(each) is type(value)] or [value]))
         elif kind == "jitter" and isinstance(value, (int, float)) and not isinstance(value, bool):
             owner[key] = type(value)(value * draw.choice((0, 0.5, 2, 100)))
         elif kind == "scale" and isinstance(value, (int, float)) and not isinstance(value, bool):
             owner[key] = value * draw.choice((-1, 0, 1e3, 1e-9, 1e12, 10**20))
         elif kind == "add" and isinstance(owner, dict):
-            owner[draw.choice(("extra", "kind", "schema", "\u202e"))] = draw.choice(HOSTILE)
+            owner[draw.choice(("extra", "kind", "schema", "\u202e"))] = copy.deepcopy(draw.choice(HOSTILE))
         else:
-            owner[key] = draw.choice(HOSTILE)
+            owner[key] = copy.deepcopy(draw.choice(HOSTILE))
     return data
 
 

@@ -38,6 +38,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
@@ -376,7 +377,7 @@ class Bench:
             outcome.states |= _states(rank, work / "probe")
             for path in sorted((work / "work").rglob("*")):
                 if path.is_file() and "__pycache__" not in path.parts:
-                    outcome.files[str(path.relative_to(work))] = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+                    outcome.files[str(path.relative_to(work))] = _digest(path.read_bytes())
             outcome.kept_runs += len(list((work / "cache" / "runs").glob("[0-9]*.json.gz")))
         outcome.seconds = time.monotonic() - started
         return outcome
@@ -480,6 +481,13 @@ def _is_allowed(line: str, way: Way, over: bool) -> bool:
 def declined(errors: str) -> bool:
     """Whether nearpeak said that there is no profile: its own exit code is then that of the command."""
     return bool(re.search(r"^nearpeak: .*took (no|\d+) steps?", errors, re.MULTILINE))
+
+
+def _digest(content: bytes) -> str:
+    """Of a file; of text, without what differs in each run."""
+    with suppress(UnicodeDecodeError):
+        content = NUMBERS.sub("_", content.decode()).encode()
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 def _normal(text: str) -> list[str]:

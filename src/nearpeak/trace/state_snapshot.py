@@ -496,7 +496,7 @@ def _restore_object(value: Any, content: tuple[type, dict[str, Any] | None]) -> 
 
 
 def _visit_slots(states: _ObjectStates, value: Any) -> list[Any]:
-    slots = _slots_of(type(value))  # type: ignore[arg-type]
+    slots = _slots_of(type(value))
     contents = [_slot_content(slot, value) for slot in slots]
     if slots:
         states.add(_restore_slots, value, (slots, contents))

@@ -34,6 +34,7 @@ from nearpeak.trace.interrupts import defer_signals
 from nearpeak.trace.modules import ReachableModules
 from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.patches.assigned_data import follow_assigned_data
+from nearpeak.trace.patches.ctc_loss import ctc_loss_by_lists
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
 from nearpeak.trace.patches.flex_attention import count_mask_pairs
 from nearpeak.trace.patches.hidden_fakes import hide_fake_tensors
@@ -175,6 +176,8 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
             stack.enter_context(python_control_flow())
             stack.enter_context(count_mask_pairs())
         stack.enter_context(record_triton_kernels())
+        if live:
+            stack.enter_context(ctc_loss_by_lists())
         stack.enter_context(track_functional_calls())
         if not live or grad is not None:  # a live call that leaves it changed does so alone too
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))
@@ -219,6 +222,7 @@ def _add_next_step(trace: Trace, recorder: Recorder, traced: _Traced) -> Trace:
         see_cpp_kernels(),
         record_replays(),
         record_triton_kernels(),
+        ctc_loss_by_lists(),
         track_functional_calls(),
         following.modules.watching(),
         _watch_optimizers(following),
