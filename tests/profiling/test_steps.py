@@ -512,3 +512,21 @@ def test_a_forked_child_has_its_classes_and_optimizers_as_they_were(watcher):
         assert os.waitpid(child, 0)[1] == 0
         train(model, optimizer, 2)
     assert watcher.events.count("step") == 5
+
+
+def test_the_next_text_may_be_read_by_many_calls_before_its_tokens_follow(watcher):
+    embedding, head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)
+    encoder, decoder = ([torch.nn.Linear(4, 4) for _ in range(count)] for count in (8, 3))
+    with detect_steps(watcher, Ticking()), torch.no_grad():
+        for _ in range(3):
+            text = torch.ones(2, 4)
+            for layer in encoder:
+                text = layer(text)
+            for _ in range(6):
+                token = embedding(torch.zeros(2, dtype=torch.long))
+                for layer in decoder:
+                    token = layer(token + text)
+                head(token)
+    assert watcher.events.count("period") == 1
+    tokens = [kind.irregular for kind in watcher.kinds[-2 * (8 + 6) :]]
+    assert tokens == [*[True] * 8, *[False] * 6] * 2

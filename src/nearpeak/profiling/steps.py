@@ -92,8 +92,9 @@ MANY_CALLS = 2
 """From so many calls without gradients on, their number does not distinguish one mark from another: episodes vary."""
 CALLS_WITHOUT_OPTIMIZER = 4
 """After so many calls with gradients and no optimizer in the program, it trains otherwise, or not at all."""
-MAX_STRAY_MARKS = 3
-"""After so many periods in a row that are cut short, each mark ends a step again."""
+MIN_STRAY_MARKS = 3
+"""So many marks in a row that cut a period short, or come between two, may be an exception, such as the next text whose
+tokens are generated; and as many as two periods have. After more, each mark ends a step again."""
 TRAINING_WAIT_S = 60.0
 """How long an optimizer that exists may take until its first step, after calls without gradients were recorded."""
 ROLLOUT_WAITS, MIN_ROLLOUT_WAIT_S = 10.0, 5.0
@@ -352,7 +353,7 @@ class StepDetector:
             return
         # Something else came between. The next period begins after it, or has begun with it.
         self._stray_marks += 1
-        if self._stray_marks < MAX_STRAY_MARKS:
+        if self._stray_marks < max(MIN_STRAY_MARKS, 2 * len(self._period)):
             if symbol == self._period[0]:
                 self._unit = mark
             self._listener.step_ends(dataclasses.replace(unit.kind(), irregular=True))
