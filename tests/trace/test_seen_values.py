@@ -64,3 +64,21 @@ def test_what_is_no_padding_or_cannot_be_told(batch):
 )
 def test_what_cannot_be_looked_at_is_recorded_all_the_same(product):
     assert trace(product, live=True).ops
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal"),
+    [
+        (torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(), True),
+        (torch.full((8, 8), -torch.inf).triu(1).expand(2, 3, 8, 8), True),
+        (torch.ones(8, 8, dtype=torch.bool).tril() & torch.ones(8, 8, dtype=torch.bool).triu(-2), False),  # a window
+        (torch.full((8, 8), -1.0).triu(1), False),  # a bias
+        (torch.ones(8, 8, dtype=torch.bool).tril().repeat(2, 1, 1, 1), False),  # one for each sequence
+    ],
+    ids=["allowed", "added", "window", "bias", "batch"],
+)
+def test_a_mask_of_attention_is_causal_by_its_values(mask, causal):
+    query, key, value = torch.randn(3, 2, 3, 8, 16).unbind()
+    attention = torch.nn.functional.scaled_dot_product_attention
+    seen = trace(lambda: attention(query, key, value, attn_mask=mask), live=True)
+    assert bool(seen.causal_masks) is causal

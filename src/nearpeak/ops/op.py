@@ -351,6 +351,8 @@ class Trace:
     counted: Mapping[int, float] = field(default_factory=dict)
     """Of ops that really ran: the share of rows that a loss counts where that is not all, by the storages of targets
     and of losses per row."""
+    causal_masks: frozenset[int] = frozenset()
+    """Of ops that really ran: the storages of masks of attention that are causal, and one for the whole batch."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)

@@ -261,7 +261,7 @@ class Recorder(TorchDispatchMode):
             return _run(func, args, kwargs)
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
         if arguments is not None:
-            self._guard.call(self._look_at_values, schema, arguments, args)
+            self._guard.call(self._look_at_values, schema, arguments, args, kwargs)
         self.launch_begins()
         result = _run(func, args, kwargs)
         if arguments is not None:
@@ -300,9 +300,11 @@ class Recorder(TorchDispatchMode):
             self.graph_recorded = _any_requires_grad(args) or _any_requires_grad(tuple(kwargs.values()))
         return arguments
 
-    def _look_at_values(self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...]) -> None:
+    def _look_at_values(
+        self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         with no_dispatch():  # dispatch modes of the program count its own ops
-            self._values.look(schema, arguments, args)
+            self._values.look(schema, arguments, args, kwargs)
 
     def _note_lifted(self, made: torch.Tensor) -> None:
         """A tensor of numbers that the program wrote down, or computed without torch."""
@@ -517,6 +519,7 @@ class Recorder(TorchDispatchMode):
             nonzeros=self._values.nonzeros,
             subnormals=self._values.subnormals,
             counted=self._values.counted,
+            causal_masks=self._values.causal_masks,
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),

@@ -69,6 +69,10 @@ MAX_PADDING_INSIDE = 0.02
 """The value that rows end with is padding if no larger share of the other elements has it."""
 MIN_MATRIX_ELEMENTS = 1 << 12
 """Smaller matrices are not looked at."""
+MAX_MASK_ELEMENTS = 1 << 26
+"""Larger masks are not looked at."""
+MASKED_SCORE = -1e4
+"""What is added to a score that does not count is at most that."""
 SAMPLED_ROWS = 128
 SAMPLED_NUMBERS = 4096
 VAIN_LOOKS = 3
@@ -85,6 +89,7 @@ class SeenValues:
         self._nonzeros: dict[int, Nonzeros] = {}
         self._subnormals: dict[int, float] = {}
         self._counted: dict[int, float] = {}
+        self._causal: dict[int, bool] = {}
         self._row_losses: set[int] = set()
         """Storages of losses per row, which the program may multiply with weights."""
         self._vain: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -110,7 +115,18 @@ class SeenValues:
         """The share of rows that a loss counts where that is not all, by the storages of targets and losses per row."""
         return {storage: share for storage, share in self._counted.items() if share < 1}
 
-    def look(self, schema: OperatorSchema, arguments: Mapping[str, Any], args: tuple[Any, ...]) -> None:
+    @property
+    def causal_masks(self) -> frozenset[int]:
+        """The storages of masks that let each token attend to itself and all before it, in the whole batch."""
+        return frozenset(storage for storage, causal in self._causal.items() if causal)
+
+    def look(
+        self,
+        schema: OperatorSchema,
+        arguments: Mapping[str, Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
         """Looks at what an op is about to read."""
         if not self._reads:
             return
@@ -122,6 +138,10 @@ class SeenValues:
             # Gradients are zeros where nobody read the result.
             if len(args) > position and torch._C._current_graph_task_id() == -1:
                 self._look_at_matrix(schema.name, arguments.get(schema.arguments[position]), args[position])
+        if schema.name.startswith("aten._scaled_dot_product_"):
+            for name, value in (*zip(schema.arguments, args, strict=False), *kwargs.items()):
+                if name in ("attn_bias", "attn_mask") and isinstance(value, torch.Tensor):
+                    self._look_at_mask(arguments.get(name), value)
         if schema.name in LOSSES:
             self._look_at_target(arguments.get("target"), args[1], arguments.get("ignore_index", -100))
         elif schema.name == "aten.mul.Tensor" and self._row_losses:
@@ -159,6 +179,10 @@ class SeenValues:
             if name.startswith("aten.view"):
                 return  # its reader may see more of it
         self._padding[seen.storage] = padding
+
+    def _look_at_mask(self, seen: Any, mask: Any) -> None:
+        if isinstance(seen, Tensor) and seen.storage not in self._causal and _is_readable(mask):
+            self._causal[seen.storage] = mask.numel() <= MAX_MASK_ELEMENTS and is_causal(mask)
 
     def _look_at_target(self, seen: Any, target: Any, ignored: Any) -> None:
         if isinstance(seen, Tensor) and seen.elements and seen.storage not in self._counted and _is_readable(target):
@@ -209,6 +233,28 @@ def subnormal_share(numbers: torch.Tensor) -> float:
         apart = rows.numel() // SAMPLED_NUMBERS | 1  # odd, so that it is not always the same column of a power of 2
         sizes = rows.view(-1)[::apart].abs()
         return float(((sizes > 0) & (sizes < torch.finfo(sizes.dtype).tiny)).double().mean())
+
+
+def is_causal(mask: torch.Tensor) -> bool:
+    """Whether a mask of attention lets each token attend to itself and all before it, and is one for the whole batch.
+
+    >>> is_causal(torch.ones(3, 3).tril().bool()), is_causal(torch.full((1, 1, 3, 3), -torch.inf).triu(1))
+    (True, True)
+    >>> is_causal(torch.ones(3, 3)), is_causal(torch.ones(3, 3).tril().bool().repeat(2, 1, 1))
+    (False, False)
+    """
+    *batch, queries, keys = (1, 1, *mask.shape)
+    if queries != keys or queries < 2:
+        return False
+    strides = (0, 0, *mask.stride())
+    if any(size > 1 and stride for size, stride in zip(batch, strides, strict=False)):
+        return False
+    with torch.no_grad():
+        matrix = mask[(0,) * (mask.dim() - 2)]
+        seen = matrix if matrix.dtype is torch.bool else matrix == 0
+        if matrix.dtype is not torch.bool and not bool(((matrix <= MASKED_SCORE) | seen).all()):
+            return False
+        return torch.equal(seen, torch.ones_like(seen).tril())
 
 
 def nonzeros_of(matrix: torch.Tensor) -> Nonzeros:

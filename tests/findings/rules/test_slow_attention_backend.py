@@ -121,3 +121,18 @@ def test_other_compiled_masks_are_not(name):
 def test_a_compiled_mask_that_reads_lengths_is_not_causal():
     lengths = Tensor(shape=(4,), strides=(1,), dtype="int64", storage=0)
     assert not list(slow_attention_backend(masked("inductor.triton_poi_fused_arange_le_where_1", reads=(lengths,))))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_from_before_the_step_is_causal_if_its_values_are(causal):
+    def build():
+        query, key, value = (torch.randn(2, 16, 2048, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        mask = torch.ones(2048, 2048, dtype=torch.bool).tril()
+        return lambda: scaled_dot_product_attention(query, key, value, attn_mask=mask).sum().backward()
+
+    step = examined(build)
+    masks = {op.tensor("attn_bias").storage for op in step.ops if op.tensors("attn_bias")}
+    assert masks
+    seen = dataclasses.replace(step.trace, causal_masks=frozenset(masks if causal else ()))
+    wastes = list(slow_attention_backend(dataclasses.replace(step, trace=seen)))
+    assert [waste.title.partition(" is ")[0] for waste in wastes] == ["A causal mask"] * causal

@@ -116,9 +116,12 @@ def _fits(op: Op) -> bool:
 
 
 def _causal_mask(step: Step, index: int) -> bool:
-    """Whether the mask was computed in this step from one triangle only, the same for the whole batch."""
+    """Whether the mask is causal and the same for the whole batch: as its values show, or since it was computed in this
+    step from one triangle only."""
     op = step.ops[index]
     mask = _mask(op)
+    if mask is not None and mask.storage in step.trace.causal_masks:
+        return True
     if mask is None or "storages" not in step.knows or op.tensor("query").shape[-2] != op.tensor("key").shape[-2]:
         return False
     size = op.tensor("query").shape[-2]
