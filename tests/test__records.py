@@ -53,6 +53,7 @@ def test_round_trip_through_text(record: Record):
     assert from_json(Record, json.loads(json.dumps(to_json(record), allow_nan=False))) == record
 
 
+@pytest.mark.slow
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda inner: st.lists(inner)))
 def test_foreign_data_is_a_value_error(data: Any):
     with pytest.raises(ValueError, match="Record: expected an object"):

@@ -20,6 +20,7 @@ def machine():
     return dataclasses.replace(detect_cpu(), achievable=achievable, cache_bytes=None)
 
 
+@pytest.mark.slow
 def test_each_probe_is_one_op_that_does_something():
     for probe in kernel_probes(torch.device("cpu")):
         recorded = trace(probe.build(probe.sizes[0]), live=True)

@@ -187,6 +187,7 @@ def test_published_runs_are_those_of_the_file():
         assert (run.seconds, 100 * run.printed) == (float(row["step_time_s"]), pytest.approx(float(row["mfu_pct"])))
 
 
+@pytest.mark.slow
 def test_checkpointing_lowers_mfu_and_not_hfu(predicting, only):
     convention = only(predicting("mfu"), Table)[0]
     read = {row[0]: [float(cell.removesuffix(" %")) for cell in row[2:]] for row in convention.rows}
@@ -199,12 +200,14 @@ def test_mfu_runs(measuring, small):
     assert all(row.measured for row in measuring("mfu").rows)
 
 
+@pytest.mark.slow
 def test_every_fix_is_expected_to_save(predicting):
     written, *alone, together = (row.predicted for row in predicting("optimization").rows)
     assert len(alone) == len(set(optimization.FIXES.values()))
     assert all(together < time < written for time in alone)
 
 
+@pytest.mark.slow
 def test_fixed_steps_learn_the_same():
     import torch
 
@@ -221,6 +224,7 @@ def test_fixed_steps_learn_the_same():
     torch.testing.assert_close(slow.layers[0].qkv.weight.grad, quick.layers[0].qkv.weight.grad, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_optimization_from_verdict_to_proof(measuring, said, only, monkeypatch):
     real = Context.pick
 

@@ -21,6 +21,7 @@ from nearpeak.plan.training.search import ALL_SCHEDULES, SCHEDULES, SLOWEST, lay
 from nearpeak.plan.training.time import Planner, training_time
 
 
+@pytest.mark.slow
 def test_every_layout_is_legal_and_met_once() -> None:
     qwen, cluster = get_model("qwen3-30b-a3b").with_layers(6), Cluster.of("h100-sxm x 16")
     found = list(layouts(qwen, cluster, 64, 4096))
@@ -48,6 +49,7 @@ def test_other_schedules_and_overlapped_experts_are_tried_on_demand() -> None:
         layout.check(qwen, 4096)
 
 
+@pytest.mark.slow
 def test_the_winner_fits_and_none_that_fits_is_faster() -> None:
     llama, cluster = get_model("llama-3-8b"), Cluster.of("h100-sxm x 8")
     found = search(llama, cluster, global_batch=32, sequence=8192)
@@ -68,6 +70,7 @@ def test_the_front_gives_up_time_only_for_memory() -> None:
         assert first.seconds <= second.seconds and first.memory > second.memory
 
 
+@pytest.mark.slow
 def test_a_reason_names_what_another_choice_loses() -> None:
     found = search(get_model("llama-3-70b"), Cluster.of("h100-sxm x 64"), global_batch=128, sequence=8192)
     reasons = {reason.field: reason for reason in found.reasons}
@@ -213,6 +216,7 @@ def test_searches_of_200_random_spaces_equal_brute_force() -> None:
         _space(seed)
 
 
+@pytest.mark.slow
 def test_no_winner_is_beaten_by_its_own_slowest_stage() -> None:
     qwen, cluster = get_model("qwen3-235b-a22b").with_layers(14), Cluster.of("h200-sxm x 16")
     found = search(qwen, cluster, global_batch=64, sequence=4096)
@@ -282,6 +286,7 @@ def test_a_search_refuses_an_option_that_it_would_ignore(capsys: pytest.CaptureF
     assert "--no-sequence-parallel needs a layout" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_no_layout_by_hand_with_another_schedule_beats_a_search_that_tries_it() -> None:
     """An issue of earlier searches: zero-bubble pipelines, kept weights and experts in slices were left to the user."""
     llama, cluster = get_model("llama-3-8b"), Cluster.of("h100-sxm x 16")
@@ -300,6 +305,7 @@ def test_no_layout_by_hand_with_another_schedule_beats_a_search_that_tries_it() 
                 assert planner.seconds(job) >= every.seconds * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_a_schedule_alone_restricts_the_search(capsys: pytest.CaptureFixture[str]) -> None:
     train = ["plan", "train", "llama-3-8b", "--on", "h100-sxm x 8", "--batch", "16", "--sequence", "4k"]
     assert main([*train, "--schedule", "any"]) == 0
