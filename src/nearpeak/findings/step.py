@@ -89,6 +89,25 @@ class Step:
         stack = self.trace.stacks[index] if self.trace.stacks else ()
         return next((line for line in stack if line in lines), "")
 
+    def stack(self, index: int) -> tuple[str, ...]:
+        """The lines of the user's own that led to an op, the outermost first; of an op without a line, none."""
+        op = self.trace.ops[index]
+        own = self.trace.stacks[index] if self.trace.stacks else ()
+        return own or ((op.caller or op.source,) if op.source else ())
+
+    def line_of_all(self, members: Collection[int], index: int) -> str:
+        """The outermost line on the stack of an op that computes nothing but these ops."""
+        inside = set(members)
+        others = {
+            stack[:depth]
+            for other, touches in enumerate(self.touches)
+            if touches.writes and other not in inside
+            for stack in [self.stack(other)]
+            for depth in range(1, len(stack) + 1)
+        }
+        stack = self.stack(index)
+        return next((line for depth, line in enumerate(stack, 1) if stack[:depth] not in others), "")
+
     def line_that_writes(self, *names: str) -> str:
         """The one line of the user's own that calls a class or sets an option of these names; "" if there are several.
 

@@ -241,7 +241,7 @@ def test_mending_a_waste_is_measured(tmp_path):
         # cpu:
         # cuda:
         import sys, time
-        assert sys.argv[1:] == ["--steps", "1000000"]
+        assert sys.argv[1] == "--steps" and 3 <= int(sys.argv[2]) < 1000
         while True:
             time.sleep(0.02)  # waste: sleeps
             # instead: time.sleep(0.005)

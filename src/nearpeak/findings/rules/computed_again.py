@@ -216,9 +216,7 @@ def _pieces(
 
 
 def _stack(step: Step, index: int) -> _Call:
-    op = step.ops[index]
-    stack = step.trace.stacks[index] if step.trace.stacks else ()
-    return stack or (op.caller or op.source,)
+    return step.stack(index) or ("",)
 
 
 def _outermost_calls(

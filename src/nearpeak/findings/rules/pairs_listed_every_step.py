@@ -161,14 +161,8 @@ def _is_of_moving_rows(step: Step, costs: Sequence[Cost], listing: _Listing) -> 
 
 def _line(step: Step, members: Sequence[int]) -> str:
     """The outermost line that runs nothing else but what leads to the list or follows from it alone."""
-    inside = _with_connected(step, members)
-    largest = max(members, key=step.time)
-    stack = step.trace.stacks[largest] if step.trace.stacks else ()
-    for depth in range(1, len(stack) + 1):
-        at_line = [i for i, other in enumerate(step.trace.stacks) if other[:depth] == stack[:depth]]
-        if all(i in inside or not step.touches[i].writes for i in at_line):
-            return stack[depth - 1] if is_source_line(stack[depth - 1]) else ""
-    return ""
+    line = step.line_of_all(_with_connected(step, members), max(members, key=step.time))
+    return line if is_source_line(line) else ""
 
 
 def _with_connected(step: Step, members: Sequence[int]) -> set[int]:

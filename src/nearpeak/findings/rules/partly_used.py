@@ -39,7 +39,7 @@ def partly_used(step: Step) -> Iterator[Waste]:
     used = _used_parts(step)
     if not used:
         return
-    paths = [_path(step, index) for index in range(len(step.ops))]
+    paths = [step.stack(index) for index in range(len(step.ops))]
     remaining: set[int] = set(used)
     products = {waste.op for waste in wastes_of(step, "logits-kept")}  # that rule knows more about them
     for last in sorted(used, reverse=True):
@@ -94,12 +94,6 @@ def _remedy(op: Op, whole: Sizes, part: Sizes) -> str:
             f"random.sample(range({whole[0]}), {part[0]})"
         )
     return "x = x[part]  # before this line: take the part that is used first, and compute on that alone"
-
-
-def _path(step: Step, index: int) -> Path:
-    stack = step.trace.stacks[index] if step.trace.stacks else ()
-    op = step.ops[index]
-    return stack or ((op.caller or op.source,) if op.source else ())
 
 
 def _share(op: Op, used: Sizes) -> float:

@@ -26,7 +26,7 @@ def unused_gradients(step: Step) -> Iterator[Waste]:
     gains = {index: step.time(index) for index in dead.ops} | {
         index: gain for index, storages in dead.parts.items() if (gain := _partial_gain(step, index, storages))
     }
-    paths = [_path(step, index) for index in range(len(step.ops))]
+    paths = [step.stack(index) for index in range(len(step.ops))]
     places = _Places(step, dead, paths, gains)
     groups: dict[tuple[str, str], list[int]] = {}
     for members in _components(step, dead, gains):
@@ -75,12 +75,6 @@ def _partial_gain(step: Step, index: int, storages: frozenset[int]) -> float:
     rest = without_results(op, storages)
     whole_s, rest_s = step.expected(op), None if rest is None else step.expected(rest)
     return step.time(index) * max(0.0, 1 - rest_s / whole_s) if whole_s and rest_s is not None else 0.0
-
-
-def _path(step: Step, index: int) -> Path:
-    stack = step.trace.stacks[index] if step.trace.stacks else ()
-    op = step.ops[index]
-    return stack or ((op.caller or op.source,) if op.source else ())
 
 
 def _components(step: Step, dead: DeadWork, gains: Iterable[int]) -> list[list[int]]:
