@@ -36,8 +36,8 @@ def metrics_every_step(step: Step) -> Iterator[Waste]:
             gains=gains,
             gone=members,
             evidence=f"{len(gains)} ops take {seconds(took_s)}, {percent(took_s / step.profile.wall_s, 1)} of the "
-            f"step, most in {step.ops[largest].packet} at {step.ops[largest].source}. No gradient, parameter or kept tensor "
-            f"depends on them; {ends}.",
+            f"step, most in {step.ops[largest].packet} at {step.ops[largest].source}. No gradient, parameter or kept "
+            f"tensor depends on them; {ends}.",
             reasoning=f"If the program only shows or logs the result, every {_EVERY}th step is enough, and the others "
             "save this time. If it decides by the result, the ops have to stay.",
             remedy=f"if step % {_EVERY} == 0:\n    ...  # this line, with what prints or logs its result",
