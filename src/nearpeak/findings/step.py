@@ -452,6 +452,19 @@ def is_kept(step: Step, index: int, tensor: Tensor) -> bool:
     )
 
 
+def is_unchanged_copy(step: Step, index: int) -> bool:
+    """Whether a copy is read in this step alone, and nothing writes to it, or to the original while it is read."""
+    original, copy = step.ops[index].inputs[0], step.ops[index].outputs[0]
+    later = [other for other in step.touched_by[copy.storage] if other > index]
+    if not later or is_kept(step, index, copy):
+        return False
+    return not any(copy.storage in step.touches[other].writes for other in later) and not any(
+        original.storage in step.touches[other].writes
+        for other in step.touched_by[original.storage]
+        if index < other <= later[-1]
+    )
+
+
 def _anomaly_checks(trace: Trace) -> Iterator[int]:
     read: dict[int, list[int]] = {}
     """By a result of checks that are not complete: their ops so far."""

@@ -1,17 +1,21 @@
 """Which work of a training step nobody but the host reads."""
 
+import dataclasses
+
 import pytest
 import torch
-from gpu_steps import examined, found_in
+from gpu_steps import as_expected, examined, found_in, with_times
 from planted import load, planted
 from torch import nn
 from torch.nn import functional
+
+from nearpeak.trace.trace import trace
 
 NAME = "metrics-every-step"
 ROWS, WIDTH = 4096, 64
 
 
-def of(after):
+def of(after, on_host=False):
     """What is found in a training step that does this with its model and its scores, too."""
 
     def build():
@@ -30,7 +34,10 @@ def of(after):
 
         return step
 
-    return found_in(examined(build, live=True), NAME)
+    traced = trace(build(), live=True)
+    if not on_host:
+        traced = dataclasses.replace(traced, on_host=frozenset())
+    return found_in(with_times(traced, as_expected), NAME)
 
 
 def spread(scores):
@@ -50,13 +57,17 @@ def test_a_number_that_the_host_reads():
     assert "aten.sort" in finding.evidence
 
 
-def test_a_list_on_the_host():
-    assert of(lambda scores, kept, other, x: spread(scores).tolist())
+def dropped(scores, kept, other, x):
+    scores.sort(dim=1).values.cumsum(1).numpy()
 
 
-def test_what_is_dropped():
-    (finding,) = of(lambda scores, kept, other, x: scores.sort(dim=1).values.cumsum(1))
+def test_what_is_dropped_in_the_memory_of_the_device():
+    (finding,) = of(dropped)
     assert finding.title == "The step computes what no op reads."
+
+
+def test_numpy_may_read_the_memory_of_the_host():
+    assert not of(dropped, on_host=True)
 
 
 def updated_state(scores, kept, other, x):

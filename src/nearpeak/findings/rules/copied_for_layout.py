@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
-from nearpeak.findings.step import Step
+from nearpeak.findings.step import Step, is_unchanged_copy
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import quantity, seconds
@@ -24,7 +24,7 @@ def copied_for_layout(step: Step) -> Iterator[Waste]:
             continue
         source, copy = op.inputs[0], op.outputs[0]
         readers = step.flow.consumers[index]
-        if not readers or copy.storage in step.flow.results or not _unchanged(step, index, source, copy):
+        if not is_unchanged_copy(step, index):
             continue
         if not all(_reads_strides(step.ops[reader], source, copy) for reader in readers):
             continue
@@ -52,16 +52,6 @@ def _copies(step: Step, index: int) -> bool:
     known = step.trace.storages[source.storage]
     expanded = any(stride == 0 and size > 1 for size, stride in zip(source.shape, source.strides, strict=True))
     return known.kind != "parameter" and not expanded and source.strides != copy.strides and source.shape == copy.shape
-
-
-def _unchanged(step: Step, index: int, source: Tensor, copy: Tensor) -> bool:
-    """Whether neither tensor is written to until the last read of the copy."""
-    last = max(step.flow.consumers[index])
-    return not any(
-        storage in (source.storage, copy.storage)
-        for index_now in range(index + 1, last + 1)
-        for storage in step.flow.written_by[index_now]
-    )
 
 
 def _reads_strides(op: Op, source: Tensor, copy: Tensor) -> bool:

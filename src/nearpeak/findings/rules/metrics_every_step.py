@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.host_reads import is_read
 from nearpeak.findings.liveness import left_storages
-from nearpeak.findings.step import READS, Step
+from nearpeak.findings.step import Step
 from nearpeak.units import percent, seconds
 
 _EVERY = 50
@@ -26,7 +27,7 @@ def metrics_every_step(step: Step) -> Iterator[Waste]:
         if not gains:
             continue
         largest = max(gains, key=gains.__getitem__)
-        reads = sum(step.ops[index].packet in READS for index in members)
+        reads = sum(is_read(step.ops[index]) for index in members)
         took_s = step.seconds(gains)
         ends = f"the host reads {reads} of their numbers" if reads else "no other op reads what comes of them"
         yield Waste(
@@ -45,26 +46,32 @@ def metrics_every_step(step: Step) -> Iterator[Waste]:
 
 
 def _unread_ops(step: Step) -> set[int]:
-    """Ops of the forward pass without gradients, all of whose results end unread or with the host."""
+    """Ops of the forward pass without gradients, all of whose results end in numbers that are read, or unread.
+
+    Memory of the host that no op reads may be read by other means, such as NumPy.
+    """
     differentiated = {step.stack(index) for index, op in enumerate(step.ops) if op.phase == "backward"}
     kept = left_storages(step)
     unread: set[int] = set()
+
+    def readers(index: int, storage: int) -> list[int]:
+        return [other for other in step.touched_by[storage] if other > index]
+
+    def ends_here(index: int, storage: int) -> bool:
+        is_new = step.trace.storages[storage].kind == "intermediate" and storage not in step.flow.results
+        return is_new and (index, storage) not in kept and unread.issuperset(readers(index, storage))
+
     for index in range(len(step.ops) - 1, -1, -1):
         op, writes = step.ops[index], step.touches[index].writes
         if op.phase != "forward" or op.recomputed or step.stack(index) in differentiated:
             continue
         if not writes:
-            if op.packet in READS:
+            if is_read(op):
                 unread.add(index)
-            continue
-        if all(
-            step.trace.storages[storage].kind == "intermediate"
-            and storage not in step.flow.results
-            and (index, storage) not in kept
-            and all(after in unread for after in step.touched_by[storage] if after > index)
-            for storage in writes
-        ):
-            unread.add(index)
+        elif all(ends_here(index, storage) for storage in writes):
+            on_device = not step.trace.on_host.intersection(writes)
+            if on_device or any(readers(index, storage) for storage in writes):
+                unread.add(index)
     return unread
 
 

@@ -1,0 +1,44 @@
+"""Every residual block keeps a copy of its input, which nobody changes."""
+
+import torch
+from torch import nn
+
+RULE = "needless-copy"
+DEVICES = ("cpu", "cuda")
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+class CopyingBlock(Block):
+    def forward(self, x):
+        residual = x.clone()  # waste
+        return residual + self.linear(self.norm(x))
+
+
+def waste(device):
+    return training(CopyingBlock, device)
+
+
+def clean(device):
+    return training(Block, device)
+
+
+def training(block, device):
+    torch.manual_seed(0)
+    rows, width = (65536, 512) if device == "cuda" else (16384, 64)
+    model = nn.Sequential(*[block(width) for _ in range(4)]).to(device)
+    x = torch.randn(rows, width, device=device)
+
+    def step():
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).square().mean().backward()
+
+    return step
