@@ -84,7 +84,7 @@ def error_rate(model, mel, targets):
         best = model(mel).argmax(-1)
     model.train()
     errors = total = 0
-    for path, target in zip(best.cpu(), targets.cpu().tolist()):
+    for path, target in zip(best.cpu(), targets.cpu().tolist(), strict=False):
         path = torch.unique_consecutive(path)
         errors += edit_distance(path[path != 0].tolist(), target)
         total += len(target)

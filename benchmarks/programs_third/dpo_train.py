@@ -69,7 +69,7 @@ def collate(batch, max_length, device):
     # instead: width = max(row.numel() for row in rows)
     tokens = torch.zeros(len(rows), width, dtype=torch.long)
     mask = torch.zeros(len(rows), width)
-    for i, (row, prompt) in enumerate(zip(rows, prompts)):
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=False)):
         tokens[i, : row.numel()] = row
         mask[i, prompt : row.numel()] = 1.0
     return tokens.to(device), mask.to(device)

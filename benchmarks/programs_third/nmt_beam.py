@@ -86,7 +86,7 @@ class Translator(nn.Module):
 
     def forward(self, tokens, source, states, position):
         x = self.embed(tokens).unsqueeze(1) + self.position.weight[position]
-        for layer, state in zip(self.decoder, states):
+        for layer, state in zip(self.decoder, states, strict=False):
             x = layer(x, source, state, position)
         return F.linear(self.norm(x).squeeze(1), self.embed.weight)
 
@@ -144,7 +144,7 @@ def main():
     began = time.perf_counter()
     with torch.inference_mode():
         for step in range(args.steps):
-            output, scores = translate(model, corpus[step % 8], args.beams, args.target_len, eos=2)
+            _output, scores = translate(model, corpus[step % 8], args.beams, args.target_len, eos=2)
             if step % 10 == 0 or step == args.steps - 1:
                 best = scores.mean().item()
                 print(f"batch {step} mean score {best:.4f} elapsed {time.perf_counter() - began:.2f}s")

@@ -57,7 +57,7 @@ class CausalLM(nn.Module):
             rows = torch.arange(start, start + length, device=tokens.device)
             mask = torch.arange(start + length, device=tokens.device) <= rows.unsqueeze(1)
         x = self.embed(tokens) + self.position.weight[start : start + length]
-        for block, memory in zip(self.blocks, cache):
+        for block, memory in zip(self.blocks, cache, strict=False):
             x = block(x, memory, start, mask)
         return self.head(self.norm(x))
 

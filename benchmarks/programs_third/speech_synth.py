@@ -47,8 +47,10 @@ class LengthRegulator(nn.Module):
     def forward(self, hidden, durations, total):
         # mend: phoneme-expansion
         stretched = []
-        for sentence, counts in zip(hidden, durations):
-            parts = [row.expand(int(n), -1) for row, n in zip(sentence, counts)]  # waste: phoneme-expansion
+        for sentence, counts in zip(hidden, durations, strict=False):
+            parts = [
+                row.expand(int(n), -1) for row, n in zip(sentence, counts, strict=False)
+            ]  # waste: phoneme-expansion
             frames = torch.cat(parts)
             stretched.append(F.pad(frames, (0, 0, 0, total - frames.size(0))))
         return torch.stack(stretched)

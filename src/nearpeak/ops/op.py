@@ -271,6 +271,15 @@ class AddedGradient:
     """The number of ops before each step of an optimizer that has the parameter; None if no optimizer has it."""
 
 
+class BackwardPass(NamedTuple):
+    """One run of autograd's engine."""
+
+    ops: range
+    """The indices of its ops; a pass inside of another one has its own."""
+    stack: tuple[str, ...]
+    """The lines of the user's own that began it, the outermost first."""
+
+
 class StackLine(NamedTuple):
     """A line of the user's own on the stack, and the lines of the function that it is in."""
 
@@ -362,6 +371,11 @@ class Trace:
     autograd has those of the forward op behind it. Without them there are no stacks at all."""
     gradients: tuple[AddedGradient, ...] = ()
     """Of ops that really ran: the gradients that backward passes added to parameters, in order."""
+    passes: tuple[BackwardPass, ...] = ()
+    """Of ops that really ran: the backward passes, in the order in which they began."""
+    derivative_of: Mapping[int, int] = field(default_factory=dict)
+    """Of ops that really ran: by the index of an op of a backward pass, the op whose derivative it computes; in a pass
+    that differentiates another one, an op of that."""
     contents: Mapping[int, str] = field(default_factory=dict)
     """Of ops that really ran: digests of what storages held that no op wrote, where they were looked at."""
     next_step: NextStep | None = None

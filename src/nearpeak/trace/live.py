@@ -9,6 +9,7 @@ import torch
 
 from nearpeak.ops.op import Trace
 from nearpeak.trace.graphs import record_replays
+from nearpeak.trace.patches.backward_passes import note_passes
 from nearpeak.trace.patches.ctc_loss import ctc_loss_by_lists
 from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.inductor_kernels import record_inductor_kernels
@@ -33,6 +34,7 @@ class LiveTrace:
         self._undo.enter_context(record_triton_kernels())
         self._undo.enter_context(record_replays())
         self._undo.enter_context(ctc_loss_by_lists())
+        self._undo.enter_context(note_passes())
         self._undo.enter_context(self._recorder.modules.watching())
         self._undo.enter_context(self._recorder)
         self._undo.enter_context(self._recorder.running_live())

@@ -40,6 +40,7 @@ from nearpeak.ops.graph import GraphNode, GraphReplay
 from nearpeak.ops.low_gc import low_gc
 from nearpeak.ops.op import (
     AddedGradient,
+    BackwardPass,
     NextStep,
     Op,
     OpSignature,
@@ -145,9 +146,14 @@ class Recorder(TorchDispatchMode):
             self.storages.on_input = self.known.add_from_outside
         self._locations = Locations(self.modules, snapshot, stacks=mode is None)
         self._stacks: list[tuple[str, ...]] = []
+        self._passes: list[tuple[int, int, tuple[str, ...]]] = []
+        """Of each backward pass the index of its first op, and of the first one after it, and its stack."""
         self._loop_turns = LoopTurns(Recorder.__torch_dispatch__.__code__)
         self._forward_ops: dict[int, int] = {}
         """The forward op behind each op of a backward pass, by their indices."""
+        self._derivative_of: dict[int, int] = {}
+        """The op whose derivative an op of a backward pass computes; in a pass that differentiates another one, an op
+        of that."""
         self._gradients = GradientLog(self.storages, self._locations.parameters) if mode is None else None
         self._contents: dict[int, str] = {}
         """Digests of what no op wrote, by storage."""
@@ -283,6 +289,16 @@ class Recorder(TorchDispatchMode):
         """It has run. If it was recorded, it is the last op."""
         if self.python_time is not None:
             self._guard.call(self.python_time.op_ended, len(self.ops))
+
+    def backward_begins(self) -> int:
+        """A backward pass is about to run; returns its number."""
+        self._passes.append((len(self.ops), len(self.ops), own_stack(_frame_at(2))))
+        return len(self._passes) - 1
+
+    def backward_ended(self, number: int) -> None:
+        """It has run, or failed."""
+        first, _, stack = self._passes[number]
+        self._passes[number] = (first, len(self.ops), stack)
 
     def _run_composite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operators that an operator is composed of; inference mode bypasses the key that decomposes it."""
@@ -524,6 +540,8 @@ class Recorder(TorchDispatchMode):
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),
             gradients=() if self._gradients is None else self._gradients.gradients(),
+            passes=tuple(BackwardPass(range(first, last), stack) for first, last, stack in self._passes),
+            derivative_of=self._derivative_of,
             contents={number: digest for number, digest in self._contents.items() if digest},
             written_at={} if self._mode is not None else lines_that_write(self._classes_with_options() | turning_on),
             settings=settings,
@@ -699,6 +717,8 @@ class Recorder(TorchDispatchMode):
             self._loop_turns.note_op(index, schema.name, _frame_at(1))
         elif forward != index:
             self._forward_ops[index] = forward
+        if graph_task != -1 and self._locations.behind is not None:
+            self._derivative_of[index] = self._locations.behind
         products, convolutions = tf32_flags()
         again = graph_task != -1 and self._recompute.is_recomputing(graph_task)
         op = _make_op(
@@ -1025,6 +1045,10 @@ class Locations:
         self._sequence: int = torch._C._autograd._get_sequence_nr()
         self._by_sequence: dict[int, Location] = {}
         self._last_backward: Location = ("", "", "", (), -1)
+        self._makers: dict[int, int] = {}
+        """The indices of the ops that made the nodes of the graph, by their sequence numbers."""
+        self.behind: int | None = None
+        """The op that made the node that the last op in a backward pass belongs to; None if that is not known."""
 
     def share_lines(self, by_sequence: dict[int, Location]) -> None:
         """Takes part in the lines of other traces on this thread, whose graphs may be run backward in this one."""
@@ -1054,6 +1078,7 @@ class Locations:
         if sequence > self._sequence:
             for number in range(self._sequence, sequence):
                 self._by_sequence[number] = location
+                self._makers[number] = index
             self._sequence = sequence
         return location
 
@@ -1067,6 +1092,7 @@ class Locations:
 
     def _behind_current_node(self) -> Location:
         node: Any = torch._C._current_autograd_node()
+        self.behind = None
         if node is None:
             return self._last_backward
         variable = getattr(node, "variable", None)
@@ -1075,7 +1101,9 @@ class Locations:
             name = self.parameters.get(id(variable))
             module = self._last_backward[0] if name is None else name.rpartition(".")[0]
             return (module, *self._last_backward[1:])
-        return self._by_sequence.get(node._sequence_nr(), self._last_backward)
+        number = node._sequence_nr()
+        self.behind = self._makers.get(number)
+        return self._by_sequence.get(number, self._last_backward)
 
 
 _frame_at = sys._getframe

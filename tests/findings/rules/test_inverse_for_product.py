@@ -57,3 +57,16 @@ def test_inverses_for_something_else(compute):
 
 def test_small_matrices_take_a_launch():
     assert not of(lambda a, b: a.inverse() @ b, size=4)
+
+
+def test_its_gradient_is_products_of_whole_matrices():
+    def build():
+        a, b = torch.eye(64, requires_grad=True), torch.randn(64, 4)
+        return lambda: (torch.linalg.inv(a) @ b).square().sum().backward()
+
+    step = examined(build, times=slow_inverse, live=True)
+    (finding,) = found_in(step, NAME)
+    square = [i for i, op in enumerate(step.ops) if op.phase == "backward" and op.packet == "aten.mm"]
+    of_inverse = [i for i in square if step.ops[i].inputs[0].shape == step.ops[i].inputs[1].shape]
+    assert len(of_inverse) == 2
+    assert set(of_inverse) <= set(finding.ops)

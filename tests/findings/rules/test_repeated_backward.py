@@ -1,5 +1,7 @@
 """Backward passes through the same ops, in the ways that people write them; and passes that are needed."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_steps import examined
@@ -116,8 +118,56 @@ def gradient_penalty():
     return step
 
 
+def for_all_inputs():
+    net, x, y = of_two_inputs()
+
+    def step():
+        u = net(torch.cat([x, y], dim=1))
+        u_x, u_y = torch.autograd.grad(u, [x, y], torch.ones_like(u), create_graph=True)
+        (u_x + u_y).square().mean().backward()
+
+    return step
+
+
+def of_two_inputs():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    return net, *(torch.randn(ROWS, 1, requires_grad=True) for _ in range(2))
+
+
+def for_each_input():
+    net, x, y = of_two_inputs()
+
+    def derivative(u, of):
+        (along,) = torch.autograd.grad(u, of, torch.ones_like(u), create_graph=True)
+        return along
+
+    def step():
+        u = net(torch.cat([x, y], dim=1))
+        u_x = derivative(u, x)
+        u_y = derivative(u, y)  # again
+        (u_x + u_y).square().mean().backward()
+
+    return step
+
+
+def test_a_pass_for_each_input():
+    step, (waste,) = wastes(for_each_input)
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if text.endswith("# again"))
+    assert waste.source == f"test_repeated_backward.py:{line}"
+    whole, _ = wastes(for_all_inputs)
+    fewer = len([op for op in step.ops if op.packet == "aten.mm"]) - len(
+        [op for op in whole.ops if op.packet == "aten.mm"]
+    )
+    gone = [step.ops[index] for index in waste.gone]
+    assert sum(op.packet == "aten.mm" for op in gone) == fewer
+
+
 @pytest.mark.parametrize(
-    "build", [summed, similarities, read_in_between, added_up_over_batches, gradient_penalty], ids=lambda b: b.__name__
+    "build",
+    [summed, similarities, read_in_between, added_up_over_batches, gradient_penalty, for_all_inputs],
+    ids=lambda b: b.__name__,
 )
 def test_passes_that_are_needed_are_left_alone(build):
     assert not wastes(build)[1]

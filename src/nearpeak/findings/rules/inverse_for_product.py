@@ -28,13 +28,16 @@ def inverse_for_product(step: Step) -> Iterator[Waste]:
         if size < _LEAST_SIZE or not readers or inverse.storage in step.flow.results or None in columns:
             continue
         wide = sum(count or 0 for count in columns)
-        # n^3 * 2 for the inverse; for the solution n^3 * 2 / 3, and its columns take what the products take.
         if wide >= size:
             continue
+        # n^3 * 2 for the inverse; for the solution n^3 * 2 / 3, and its columns take what the products take.
+        gains = {index: step.time(index) * 2 / 3}
+        # Its gradient is two products of n x n matrices; that of a solution has the columns.
+        gains |= {i: step.time(i) * (1 - wide / size) for i in _backward(step, index)}
         yield Waste(
             title="A matrix is inverted to be multiplied.",
             op=index,
-            gains={index: step.time(index) * 2 / 3},
+            gains=gains,
             evidence=f"{op.packet} of {shape_text(op.inputs[0].shape)} takes {seconds(step.time(index))}, and only "
             f"products with {wide} columns in all read the inverse.",
             reasoning="Factors of the matrix take a third of the operations of its inverse, or a sixth where it is "
@@ -43,6 +46,13 @@ def inverse_for_product(step: Step) -> Iterator[Waste]:
             "L = torch.linalg.cholesky(A); x = torch.cholesky_solve(b, L)  # for a covariance; its logarithmic "
             "determinant is 2 * L.diagonal().log().sum()",
         )
+
+
+def _backward(step: Step, inverse: int) -> Iterator[int]:
+    """The products of the gradient of an inverse."""
+    for index, behind in step.trace.derivative_of.items():
+        if behind == inverse and step.ops[index].packet in _PRODUCTS:
+            yield index
 
 
 def _columns(step: Step, reader: int, inverse: int, size: int) -> int | None:

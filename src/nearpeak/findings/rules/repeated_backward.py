@@ -1,4 +1,4 @@
-"""Several backward passes go through the same ops and add up their gradients: one of the sum of the losses would do."""
+"""Several backward passes go through the same ops: one for the sum of the losses, or for all inputs, would do."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.liveness import gradient_sums
 from nearpeak.findings.step import Step
+from nearpeak.findings.value_numbering import number_values, reusable
 from nearpeak.units import seconds
 
 _PRODUCTS = ("matrix", "convolution")
@@ -18,6 +19,12 @@ _Place = tuple[str, str]
 
 @rule("repeated-backward", needs=["storages", "lines"])
 def repeated_backward(step: Step) -> Iterator[Waste]:
+    """Gradients that are added up, from passes of several losses; and passes of one result for one input each."""
+    yield from _of_several_losses(step)
+    yield from _of_one_result(step)
+
+
+def _of_several_losses(step: Step) -> Iterator[Waste]:
     """Gradients of weights that are computed more often from the same results of forward than forward used these."""
     backward = [
         index
@@ -49,6 +56,65 @@ def repeated_backward(step: Step) -> Iterator[Waste]:
         remedy="loss = loss_a + loss_b  # all of them, each with its weight\n"
         "loss.backward()  # once, in place of one .backward(retain_graph=True) for each",
     )
+
+
+def _of_one_result(step: Step) -> Iterator[Waste]:
+    """Passes that compute what an earlier one has computed, on the way to another input."""
+    pass_of = {index: number for number, each in enumerate(step.trace.passes) for index in each.ops}
+    if len(set(pass_of.values())) < 2:
+        return
+    numbers = number_values(step)
+    same = {
+        index
+        for index, number in pass_of.items()
+        if numbers.first[index] != index
+        and step.ops[index].phase == step.ops[numbers.first[index]].phase == "backward"
+        and not step.ops[index].recomputed
+        and pass_of.get(numbers.first[index], number) != number
+    }
+    same = reusable(numbers, same, first_stays=True)
+    products = Counter(number for index, number in pass_of.items() if step.costs[index].family in _PRODUCTS)
+    again = Counter(pass_of[index] for index in same if step.costs[index].family in _PRODUCTS)
+    later = {number for number, count in again.items() if 2 * count >= products[number]}
+    same = {index for index in same if pass_of[index] in later}
+    if not same:
+        return
+    through = {index for index, behind in step.trace.derivative_of.items() if behind in same} - same
+    gains = {index: step.time(index) for index in sorted(same | through) if step.time(index)}
+    lines = _lines_of_passes(step, later)
+    took: dict[str, float] = {}
+    for index in same:
+        line = lines[pass_of[index]]
+        took[line] = took.get(line, 0.0) + step.time(index)
+    more = f", and {seconds(step.seconds(through))} where they are differentiated" if through else ""
+    yield Waste(
+        title="Backward passes compute the same gradients again, on the way to another input.",
+        op=max(gains, key=gains.__getitem__),
+        source=max(took, key=took.__getitem__),
+        gains=gains,
+        gone=sorted(same | through),
+        evidence=f"{len(later)} of {len(step.trace.passes)} backward passes run {len(same)} ops on the values of an "
+        f"earlier pass: they take {seconds(step.seconds(same))}{more}.",
+        reasoning="One pass for all inputs of a result goes through each op once.",
+        remedy="u_x, u_y = torch.autograd.grad(u, [x, y], ...)  # in place of a call for each input\n"
+        "# or one input for all: torch.autograd.grad(u, xy)[0].unbind(1)",
+    )
+
+
+def _lines_of_passes(step: Step, later: Collection[int]) -> dict[int, str]:
+    """For each of some passes the outermost line that began no other one."""
+    others = {
+        each.stack[:depth]
+        for number, each in enumerate(step.trace.passes)
+        if number not in later
+        for depth in range(1, len(each.stack) + 1)
+    }
+    lines = {}
+    for number in later:
+        stack = step.trace.passes[number].stack
+        own = (line for depth, line in enumerate(stack, 1) if stack[:depth] not in others)
+        lines[number] = next(own, stack[-1] if stack else "")
+    return lines
 
 
 def _place(step: Step, index: int) -> _Place:
