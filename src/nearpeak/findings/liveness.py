@@ -131,15 +131,17 @@ def _updates_parameters(step: Step) -> bool:
 
 
 def left_storages(step: Step) -> set[tuple[int, int]]:
-    """Ops, and storages that they allocated and that are there when the step ends."""
+    """Ops, and storages that they allocated and that are there when the step ends, for something else than to be freed
+    in the next one."""
     if step.trace.lives is None:
         return set()
+    dropped = frozenset() if step.trace.next_step is None else step.trace.next_step.dropped
     left = {(life.born, life.bytes) for life in step.trace.lives.lives if life.died is None}
     return {
         (index, tensor.storage)
         for index, op in enumerate(step.ops)
         for tensor in op.outputs
-        if (index, step.trace.storages[tensor.storage].bytes) in left
+        if tensor.storage not in dropped and (index, step.trace.storages[tensor.storage].bytes) in left
     }
 
 

@@ -444,7 +444,10 @@ def is_source_line(where: str) -> bool:
 
 
 def is_kept(step: Step, index: int, tensor: Tensor) -> bool:
-    """Whether a result of an op outlives the step: returned, stored, or saved by autograd."""
+    """Whether a result of an op outlives the step: returned, stored, or saved by autograd. What a variable of a loop
+    holds until the next step makes it anew does not."""
+    if step.trace.next_step is not None and tensor.storage in step.trace.next_step.dropped:
+        return False
     size = step.trace.storages[tensor.storage].bytes
     lives = step.trace.lives.lives if step.trace.lives is not None else ()
     return tensor.storage in step.flow.results or any(

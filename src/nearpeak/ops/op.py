@@ -313,6 +313,9 @@ class NextStep:
     ops: tuple[Op, ...]
     storages: Mapping[int, Storage]
     """Those that are not in the trace; the others are the same memory."""
+    dropped: frozenset[int] = frozenset()
+    """Storages that the step before it left behind, as in a variable of a loop, and that were freed in this one without
+    being read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,8 @@ class MemoryTracker:
         self._finalized: list[_StorageLifetime] = []
         self._unreleased: list[_StorageLifetime] = []
         self._on_finalize = self._finalized.append
+        self._left: dict[int, int] = {}
+        """The addresses of what the ops allocated and is there at the end, by the numbers of the storages."""
 
     def note_storage(self, number: int, storage: torch.UntypedStorage, kind: StorageKind) -> None:
         """An op uses a storage for the first time; "intermediate" if it has just allocated it."""
@@ -127,9 +129,18 @@ class MemoryTracker:
         for number, life in self._by_number.items():
             life.bytes = max(life.bytes, int(storages[number].bytes))  # it may have grown
         lifetimes = list(self._by_address.values())
+        self._left = {
+            number: life.address
+            for number, life in self._by_number.items()
+            if life.born != _BEFORE_TRACE and life.died is None
+        }
         self._by_number.clear()
         self._by_address.clear()  # without references no callback runs from here on
         return self._of_one_device(lifetimes)
+
+    def freed_since(self) -> frozenset[int]:
+        """The storages that were there when the tracking ended, and are gone by now."""
+        return frozenset(number for number, address in self._left.items() if torch.UntypedStorage._expired(address))
 
     def _of_one_device(self, lifetimes: list[_StorageLifetime]) -> Lifetimes | None:
         sums: dict[torch.device, int] = {}

@@ -570,7 +570,9 @@ class Recorder(TorchDispatchMode):
                     contents[known] = digest
             numbers[number] = known
         ops = tuple(op_on_storages(op, numbers) for op in following._final_ops())
-        return dataclasses.replace(trace, contents=contents, next_step=NextStep(ops=ops, storages=new))
+        read = {tensor.storage for op in ops for tensor in op.inputs}
+        dropped = frozenset() if self._memory is None else self._memory.freed_since() - read
+        return dataclasses.replace(trace, contents=contents, next_step=NextStep(ops=ops, storages=new, dropped=dropped))
 
     def _classes_with_options(self) -> set[str]:
         """The names of classes whose options are the remedy of a waste."""

@@ -110,3 +110,27 @@ def test_inference_may_be_for_the_host():
         return lambda: spread(model(x).detach()).item()
 
     assert not found_in(examined(build, live=True), NAME)
+
+
+@pytest.mark.parametrize("is_read_later", [False, True])
+def test_a_variable_that_the_next_step_makes_anew(is_read_later):
+    def build():
+        torch.manual_seed(0)
+        model, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        latest = {}
+
+        def step():
+            if is_read_later and latest:
+                latest["sum"] = latest["spread"] + 1.0
+            scores = model(x)
+            latest["spread"] = spread(scores.detach())
+            latest["spread"].item()
+            scores.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    found = found_in(with_times(trace(build(), live=True, next_step=True), as_expected), NAME)
+    assert bool(found) != is_read_later
