@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nearpeak.ops.fast_init import fast_init
 
@@ -38,6 +39,14 @@ ITEM_BYTES: dict[str, float] = {
 """Bytes of one element, by torch's dtype names."""
 
 
+class Sparse(NamedTuple):
+    """What a sparse tensor is, besides its memory."""
+
+    stored: int
+    """The number of its values."""
+    shape: tuple[int, ...]
+
+
 @fast_init
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
@@ -54,6 +63,8 @@ class Tensor:
     storage: int
     offset: int = 0
     """In elements, from the start of the storage."""
+    sparse: Sparse | None = None
+    """Of a sparse tensor, which counts as an empty one on the memory of its values."""
 
     @property
     def elements(self) -> int:

@@ -502,7 +502,8 @@ def _op_key(op: Op) -> OpKey:
     partial = op.origin in ("partial", "unknown")
     name = name_without_origin(op.name).replace("::", ".") if partial else op.packet
     name = name.rstrip("_")
-    shapes = [value.shape for key, value in op.arguments.items() if isinstance(value, Tensor) and key != "out"]
+    tensors = [value for key, value in op.arguments.items() if isinstance(value, Tensor) and key != "out"]
+    shapes = [tensor.shape if tensor.sparse is None else tensor.sparse.shape for tensor in tensors]
     name = _TRACED_NAMES.get(name, name)
     return OpKey(kind=(name, *map(len, shapes)), exact=(name, *shapes), shapes=tuple(shapes))
 

@@ -347,7 +347,7 @@ def replay(
             else:
                 number = signatures.storages.new(storage, size)
                 signature.storages[number] = len(signature.storages)
-            output = _make_tensor(item.shape, item.strides, item.dtype_name, number, item.offset)
+            output = _make_tensor(item.shape, item.strides, item.dtype_name, number, item.offset, None)
             result.__dict__[TENSOR_NOTE] = (signatures.trace, storage._cdata, size, item.layout, output)
             results.append(result)
             outputs.append(output)

@@ -11,7 +11,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nearpeak.ops.op import Storage, StorageKind
-from nearpeak.ops.tensor import Tensor
+from nearpeak.ops.tensor import Sparse, Tensor
 from nearpeak.trace.objects import instance_attributes, keys_and_values
 
 
@@ -38,6 +38,20 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
         return tensor.untyped_storage() if tensor.layout is torch.strided else None
     except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
+
+
+def _sparse_values(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The values that a sparse tensor stores; None for any other tensor."""
+    try:
+        if tensor.layout is torch.sparse_coo:
+            with torch._C.DisableTorchFunction():
+                return tensor._values()
+        if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+            with torch._C.DisableTorchFunction():
+                return tensor.values()
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+        pass
+    return None
 
 
 _PLAIN = (int, float, bool, str, complex, type(None))
@@ -227,12 +241,17 @@ class Storages:
     def tensor(self, tensor: torch.Tensor, kind: StorageKind) -> Tensor:
         """A tensor as plain data.
 
-        A tensor without memory of its own, such as a sparse one, counts as empty. A nested one, whose rows have sizes
-        of their own, counts as all its elements in a row.
+        A tensor without memory of its own counts as empty; a sparse one does so on the memory of its values. A nested
+        one, whose rows have sizes of their own, counts as all its elements in a row.
         """
         dtype = dtype_name(tensor.dtype)
         storage = storage_of(tensor)
         if storage is None:
+            values = _sparse_values(tensor)
+            if values is not None and (memory := storage_of(values)) is not None:
+                number = self.number(values, kind, memory)
+                sparse = Sparse(stored=values.numel(), shape=tuple(tensor.shape))
+                return Tensor(shape=(0,), strides=(1,), dtype=dtype, storage=number, sparse=sparse)
             self._bytes.append(0)
             self._kinds.append((kind, ""))
             if self._on_new is not None and tensor.device.type == "cpu":  # packed weights, for example

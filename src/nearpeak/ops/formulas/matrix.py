@@ -7,6 +7,9 @@ several of a shorter dtype (three of tf32, nine of bfloat16), which no library t
 to. `beta=0` means that the addend is not read, `alpha=0` that the factors are not. A complex product takes three real
 ones (Gauss), the fewest that libraries use.
 
+Products with a sparse factor count a multiply-add for each stored value and column, on the vector units, and read the
+stored values; which rows of the dense factor they read is not known, nor is what the indices take.
+
 Products with 2:4 structured sparsity multiply only the half of a factor that is stored: half of the multiply-adds of a
 dense product, at the dense rate of the dtype. float32 runs in tf32. The stored half, the positions of its numbers and
 the other factor are read once, the result is written.
@@ -94,9 +97,11 @@ def matrix_product(
 ) -> Cost:
     """`left @ right + added`: an element of the result takes `contracted` multiply-adds (the last size of `left`)."""
     out = result(op)
+    a, b = op.tensor(left), op.tensor(right)
+    if a.sparse is not None or b.sparse is not None:
+        return _sparse_product(op, a, b, added)
     if not out.elements:
         return Cost(family="matrix")
-    a, b = op.tensor(left), op.tensor(right)
     inner = (a.shape[-1] if contracted is None else contracted) * _packed(a)
     if not b.elements:  # a sparse factor, of which nothing is known, is recorded as an empty one
         inner = 0
@@ -120,6 +125,51 @@ def matrix_product(
         vector_flops=vector_flops,
         products=products,
     )
+
+
+def _sparse_product(op: Op, a: Tensor, b: Tensor, added: str | None) -> Cost:
+    """A multiply-add for each stored value and column. Which rows of a dense factor are read is not known."""
+    out = result(op)
+    sparse, dense = (a, b) if a.sparse is not None else (b, a)
+    reads: list[Part] = [stored_part(factor) for factor in (a, b) if factor.sparse is not None]
+    if added is not None and op.arguments.get("beta", 1) != 0:
+        reads += op.tensors(added)
+    columns = dense.shape[-1 if sparse is a else 0] if dense.sparse is None and dense.shape else 0
+    flops = 2.0 * (sparse.sparse.stored if sparse.sparse is not None else 0) * columns
+    return Cost(
+        family="indexing",
+        reads=accesses(*reads),
+        writes=accesses(out if out.sparse is None else stored_part(out)),
+        vector_flops={sparse.dtype: flops} if flops and "float" in sparse.dtype else {},
+    )
+
+
+def stored_part(tensor: Tensor) -> Part:
+    """The values of a sparse tensor, without the indices beside them."""
+    return tensor, (0 if tensor.sparse is None else tensor.sparse.stored) * tensor.item_bytes
+
+
+@formula("aten._sparse_addmm", "aten.sspaddmm", "aten.hspmm")
+def _sparse_addmm(op: Op) -> Cost:
+    if op.tensor("mat1").sparse is None:  # a trace file does not show which values there are
+        return Cost(family="indexing", writes=accesses(*op.written), model="operands")
+    return matrix_product(op, "mat1", "mat2", added="self" if "self" in op.arguments else None)
+
+
+@formula("aten._sparse_mm", "aten._sparse_sparse_matmul")
+def _sparse_mm(op: Op) -> Cost:
+    left, right = ("sparse", "dense") if "sparse" in op.arguments else ("self", "other")
+    return matrix_product(op, left, right)
+
+
+@formula("aten._coalesce", "aten._to_sparse", "aten._to_sparse_csr", "aten._to_sparse_csc", "aten._to_dense")
+def _conversion(op: Op) -> Cost:
+    """Stored values read and written, of a dense tensor all of them; the indices beside them are not counted."""
+    parts = [
+        [stored_part(tensor) if tensor.sparse is not None else tensor for tensor in tensors]
+        for tensors in (op.inputs, op.outputs)
+    ]
+    return Cost(family="movement", reads=accesses(*parts[0]), writes=accesses(*parts[1]), model="operands")
 
 
 def _packed(tensor: Tensor) -> int:

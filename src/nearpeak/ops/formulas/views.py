@@ -24,9 +24,10 @@ VIEWS = """
 """.split()
 
 UNMARKED_VIEWS = """
-    aten._lazy_clone aten._resize_output aten._unsafe_view aten.lift aten.q_per_channel_scales
-    aten.q_per_channel_zero_points aten.resize aten.resize_as aten.set aten.unsafe_chunk aten.unsafe_split
-    aten.unsafe_split_with_sizes
+    aten._lazy_clone aten._resize_output aten._sparse_compressed_tensor_unsafe aten._sparse_coo_tensor_unsafe
+    aten._sparse_coo_tensor_with_dims_and_tensors aten._sparse_csr_tensor_unsafe aten._unsafe_view aten.lift
+    aten.q_per_channel_scales aten.q_per_channel_zero_points aten.resize aten.resize_as aten.set
+    aten.unsafe_chunk aten.unsafe_split aten.unsafe_split_with_sizes
 """.split()
 """Share memory with their argument, which the schema hides from autograd. `_lazy_clone` copies on the first write."""
 
