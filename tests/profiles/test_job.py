@@ -152,6 +152,17 @@ def test_half_of_two_causes_cannot_be_told():
     assert (late.rank, late.cause) == (1, "cannot tell")
 
 
+def test_a_little_late_without_a_cause_is_no_accusation():
+    def own(rank, step):
+        return {"input": 0.3e-3, "python": 1.3e-3, "garbage collection": 0.25e-3} if rank == 1 else {}
+
+    job = analyze_job(made_ranks(own=own), 3)
+    assert job.late == ()
+    assert any("which no recorded activity explains" in note for note in job.notes)
+    explained = analyze_job(made_ranks(own=late_rank("input", 0.85e-3)), 3)
+    assert [(late.rank, late.cause) for late in explained.late] == [(1, "input")]
+
+
 def test_bursts_are_told_from_a_rank_that_is_always_late():
     (late,) = analyze_job(made_ranks(own=late_rank("input", 5e-3, when=lambda step: step % 3 == 0)), 3).late
     assert (late.pattern, late.late_steps) == ("bursts", 4)

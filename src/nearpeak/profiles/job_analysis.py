@@ -39,6 +39,8 @@ from nearpeak.units import seconds as seconds_text
 
 LEAST_LATE_SHARE = 0.04
 """Of a step: a rank that is late by less is not accused."""
+_UNEXPLAINED = 2.0
+"""Times as late as that: so late is a rank that is accused without a cause."""
 LEAST_BURST_SHARE = 0.1
 """Of a step, for a rank that is late in some steps."""
 STEADY_SHARE = 0.7
@@ -265,6 +267,12 @@ class _Lateness:
         if not self._is_awaited(rank, steps) and not self._would_be_awaited(rank, usual):
             return None
         found = self._late_rank(rank, steps, usual, "always")
+        if found.cause == "cannot tell" and usual < _UNEXPLAINED * least:
+            self.notes.append(
+                f"Rank {rank} arrives {seconds_text(usual)} after the others, which no recorded activity explains: it is "
+                "not called late."
+            )
+            return None
         if self.others_share < SHARED or found.cause == "more work":  # its ops are counted, not timed
             return found
         if found.cause != "slower kernels" and self._is_steady(rank, found):
