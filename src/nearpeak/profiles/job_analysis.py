@@ -269,8 +269,8 @@ class _Lateness:
         found = self._late_rank(rank, steps, usual, "always")
         if found.cause == "cannot tell" and usual < _UNEXPLAINED * least:
             self.notes.append(
-                f"Rank {rank} arrives {seconds_text(usual)} after the others, which no recorded activity explains: it is "
-                "not called late."
+                f"Rank {rank} arrives {seconds_text(usual)} after the others, which no recorded activity explains: it "
+                "is not called late."
             )
             return None
         if self.others_share < SHARED or found.cause == "more work":  # its ops are counted, not timed
