@@ -48,6 +48,57 @@ def test_time_without_a_processor_is_time_of_the_threads_own_if_it_was_not_taken
     assert own_seconds((1.0, 1.0, 4), (3.0, 1.5, 5)) == 0.5
 
 
+def test_what_keeps_pythons_lock_is_seen_where_it_calls_its_first_op(clock):
+    measured = PythonTime()
+    clock.wall, clock.thread = 5.0, 5.0
+    line = sys._getframe().f_lineno + 1
+    Guard().call(measured.op_begins, 0)
+    (stretch,) = measured.stretches().values()
+    assert {stack[0].line: seen_s for stack, seen_s in stretch.stacks.items()} == {f"test_python_time.py:{line}": 5.0}
+
+
+def test_a_look_counts_since_the_last_one_or_since_the_last_op(clock):
+    measured = PythonTime()
+    clock.wall = 1.0
+    measured._saw(0, ("first",), clock.wall)
+    clock.wall = 5.0
+    measured._saw(0, ("second",), clock.wall)
+    measured.op_begins(0)
+    clock.wall = 20.0
+    measured.op_ended(1)
+    clock.wall = 22.0
+    measured._saw(1, None, clock.wall)  # nearpeak's own code
+    measured._saw(1, ("first",), clock.wall)
+    measured.op_begins(1)
+    assert {op: stretch.stacks for op, stretch in measured.stretches().items()} == {
+        0: {("first",): 1.0, ("second",): 4.0},
+        1: {("first",): 2.0},
+    }
+
+
+def test_a_tensor_that_is_made_of_a_long_list_is_at_its_line():
+    values = [0.5] * 3_000_000
+    live = LiveTrace()
+    x = torch.ones(4).exp()
+    sum(range(1000))
+    line = sys._getframe().f_lineno + 1
+    made = torch.tensor(values)
+    made[:4].add_(x)
+    (stretch,) = (item for item in live.stop().python.values() if item.seconds > 0.02)
+    at_line = sum(seen_s for stack, seen_s in stretch.stacks.items() if stack and stack[0].line.endswith(f":{line}"))
+    assert at_line > 0.8 * sum(stretch.stacks.values())
+
+
+def test_what_nearpeak_reads_before_an_op_is_no_time_of_the_program(monkeypatch):
+    rows, places = torch.zeros(64, 4), torch.arange(8)
+    monkeypatch.setattr("nearpeak.trace.recorder.contents_digest", lambda *_: (time.sleep(0.2), "")[1])
+    live = LiveTrace()
+    torch.ones(4).exp()
+    rows[places] = 1.0
+    rows.add_(1.0)
+    assert sum(item.seconds for item in live.stop().python.values()) < 0.2
+
+
 def here():
     return sys._getframe()
 

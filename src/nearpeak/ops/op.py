@@ -302,8 +302,9 @@ class PythonStretch:
 
     seconds: float
     """In which the thread ran, or waited by its own will: not while another one had its processor."""
-    stacks: Mapping[tuple[StackLine, ...], int]
-    """How often each stack was seen: lines of the user's own, the innermost first. () is for torch's own code."""
+    stacks: Mapping[tuple[StackLine, ...], float]
+    """For how many seconds each stack was seen: lines of the user's own, the innermost first. () is for torch's own
+    code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

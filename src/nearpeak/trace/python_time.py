@@ -3,6 +3,9 @@
 An op tells when it ran, and nothing of what came before it. The recorder therefore reads the clocks of the thread at
 each op, and a second thread looks at the stack of the program twice a millisecond: no function, line or signal of the
 program is instrumented.
+
+A call of C code that keeps Python's lock, such as that which makes a tensor of a list, lets no other thread look. What
+is seen right after it, or where it calls its first op, therefore counts for all of the time since the last look.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import functools
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -29,6 +31,8 @@ except ImportError:  # not on every system
     getrusage = None  # type: ignore[assignment]
 
 SAMPLE_INTERVAL_S = 5e-4
+MIN_UNSEEN_S = 2e-3
+"""After so long without a look, a call of C code kept Python's lock."""
 MAX_STACK = 8
 """Lines of a sample."""
 MIN_STRETCH_S = 1e-4
@@ -48,15 +52,26 @@ class PythonTime:
         self._op = 0
         """The index of the next op."""
         self._seconds: dict[int, float] = {}
-        self._stacks: dict[int, Counter[tuple[StackLine, ...]]] = {}
+        self._stacks: dict[int, dict[tuple[StackLine, ...], float]] = {}
+        """For each op, the seconds for which stacks were seen before it."""
         self._left = _read_clocks()
+        self._looked_s = self._left[0]
+        """When the stack was seen last."""
 
     def op_begins(self, index: int) -> None:
         """An op begins, which will have this index if it is recorded."""
         wall_s = time.perf_counter() - self._left[0]
         if wall_s >= MIN_STRETCH_S and threading.get_ident() == self._thread and not _in_backward():
-            before, self._left = self._left, _read_clocks()
-            self._seconds[index] = self._seconds.get(index, 0.0) + own_seconds(before, self._left)
+            before, now = self._left, _read_clocks()
+            if now[0] - max(self._looked_s, before[0]) >= MIN_UNSEEN_S:
+                self._saw(index, sampled_stack(_caller()), now[0])
+            self._left = now
+            self._seconds[index] = self._seconds.get(index, 0.0) + own_seconds(before, now)
+
+    def program_resumes(self) -> None:
+        """What nearpeak did since the op began is over: reading values and digests is no time of the program's."""
+        if threading.get_ident() == self._thread:
+            self._left = _read_clocks()
 
     def op_ended(self, index: int) -> None:
         """The op is over; the next one has this index."""
@@ -99,10 +114,25 @@ class PythonTime:
 
     def _sample(self) -> None:
         while not self._running.acquire(timeout=SAMPLE_INTERVAL_S):
-            stack = sampled_stack(sys._current_frames().get(self._thread))
-            if stack is not None:
-                self._stacks.setdefault(self._op, Counter())[stack] += 1
+            now = time.perf_counter()  # first: the thread runs on while its stack is read
+            self._saw(self._op, sampled_stack(sys._current_frames().get(self._thread)), now)
         self._running.release()
+
+    def _saw(self, op: int, stack: tuple[StackLine, ...] | None, now: float) -> None:
+        """A stack was seen, which counts since the last one, or since the last op."""
+        if stack is not None:
+            since = max(self._looked_s, self._left[0])
+            self._looked_s = max(self._looked_s, now)
+            stacks = self._stacks.setdefault(op, {})
+            stacks[stack] = stacks.get(stack, 0.0) + max(0.0, now - since)
+
+
+def _caller() -> FrameType | None:
+    """The function that runs, nearpeak's own left out."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_nearpeak_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def sampled_stack(frame: FrameType | None) -> tuple[StackLine, ...] | None:

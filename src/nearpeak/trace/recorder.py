@@ -261,6 +261,7 @@ class Recorder(TorchDispatchMode):
         if schema.lift:
             result = _run(func, args, kwargs)
             self._guard.call(self._note_lifted, result)
+            self.launch_ended()
             return result
         if len(self.ops) >= self._limit:
             self.truncated = True
@@ -268,7 +269,8 @@ class Recorder(TorchDispatchMode):
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
         if arguments is not None:
             self._guard.call(self._look_at_values, schema, arguments, args, kwargs)
-        self.launch_begins()
+        if self.python_time is not None:
+            self._guard.call(self.python_time.program_resumes)
         result = _run(func, args, kwargs)
         if arguments is not None:
             self._guard.call(self._record_live, schema, arguments, result)

@@ -106,7 +106,7 @@ def test_a_stretch_counts_as_far_as_the_traced_step_had_it_and_at_the_line_that_
     facts = {"machine": machine, "profiled_s": 29.0}  # another process had the processor for a while
     (found,) = findings("python-stretch", stretch, python=traced(4.0, {at(37, 90): 8, at(38, 90): 3, (): 1}), **facts)
     assert (found.saving_s, found.source) == (4.0, "train.py:37")
-    assert "8 of 12 samples of the stack are at train.py:37, called from train.py:90" in found.evidence
+    assert "for 4.00 s, of which the stack was at train.py:37 for 67 %, called from train.py:90" in found.evidence
     assert "Look at what runs before" not in found.remedy
     assert not findings("python-stretch", stretch, python=traced(0.1, {at(37): 8}), **facts)
     assert not findings("python-stretch", stretch, python={}, **facts)
@@ -116,7 +116,7 @@ def test_a_function_that_runs_no_op_is_blamed_where_it_is_called():
     stretch = idle("python", 6.0, where="train.py:92")
     (found,) = findings("python-stretch", stretch, python=traced(6.0, {at(37, 90): 8}))
     assert found.source == "train.py:90"  # the function with the next op
-    assert "8 of 8 samples of the stack are at train.py:37, called from train.py:90" in found.evidence
+    assert "the stack was at train.py:37 for 100 %, called from train.py:90" in found.evidence
     (found,) = findings("python-stretch", idle("python", 6.0, where="train.py:39"), python=traced(6.0, {at(37, 90): 8}))
     assert found.source == "train.py:37"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from nearpeak.findings.host_reads import MIN_STRETCH_S, reads_for_python
 from nearpeak.findings.step import Step, is_recurring_stall, is_source_line
 from nearpeak.ops.op import StackLine
 from nearpeak.profiles.idle import IdleCause
-from nearpeak.units import seconds
+from nearpeak.units import percent, seconds
 
 LEAST = 0.03
 """Of the step, at one line. Less may be the overhead of calling ops, or another process."""
@@ -23,31 +22,34 @@ class _Seen(NamedTuple):
     """What the traced step had of a stretch."""
 
     seconds: float
-    stacks: Mapping[tuple[StackLine, ...], int]
-    """How often the user's lines were seen on the stack; () for torch's own code."""
+    stacks: Mapping[tuple[StackLine, ...], float]
+    """For how many seconds the user's lines were seen on the stack; () for torch's own code."""
 
     def line(self, following: str) -> str:
         """The line that ran for most of it, in the function that runs the next op: another one is called there."""
-        lines: Counter[str] = Counter()
-        for stack, count in self.stacks.items():
+        lines: dict[str, float] = {}
+        for stack, seen_s in self.stacks.items():
             if stack:
                 here = next((item for item in stack if item.is_in_function_of(following)), stack[0])
-                lines[here.line] += count
-        return lines.most_common(1)[0][0] if lines else ""
+                lines[here.line] = lines.get(here.line, 0.0) + seen_s
+        return max(lines, key=lambda line: lines[line]) if lines else ""
 
     @property
     def is_users(self) -> bool:
         """Whether torch's own code was seen less often than everything else."""
-        return 2 * self.stacks.get((), 0) < sum(self.stacks.values())
+        return 2 * self.stacks.get((), 0.0) < sum(self.stacks.values())
 
     @property
     def evidence(self) -> str:
         """What was seen, for people."""
-        stack, count = max(((stack, count) for stack, count in self.stacks.items() if stack), key=lambda seen: seen[1])
+        stack, seen_s = max((item for item in self.stacks.items() if item[0]), key=lambda seen: seen[1])
         lines = list(dict.fromkeys(item.line for item in stack))
         called = f", called from {lines[1]}" if len(lines) > 1 else ""
-        samples = f"{count} of {sum(self.stacks.values())} samples of the stack are at {lines[0]}{called}"
-        return f"The traced step had it too, for {seconds(self.seconds)}: {samples}."
+        share = percent(seen_s / sum(self.stacks.values()), 0)
+        return (
+            f"The traced step had it too, for {seconds(self.seconds)}, of which the stack was at {lines[0]} for {share}"
+            f"{called}."
+        )
 
 
 @rule("python-stretch", needs=["host"])
@@ -107,7 +109,7 @@ def python_stretch(step: Step) -> Iterator[Waste]:
             + ("" if line else f"Look at what runs before {cause.where}. ")
             + "Take it out of the step: compute it once before the first "
             "step, or in the data loader's workers; log and save once in many steps, in a thread. Loops over "
-            "elements become ops on whole tensors.",
+            "elements become ops on whole tensors, and a list that becomes a tensor in each step is kept as a tensor.",
         )
 
 
@@ -152,7 +154,8 @@ def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
             left -= set(longest)
         longest = sorted(found[cause.where], key=lambda index: -python[index].seconds)[: max(1, cause.count)]
         stretches = [python[index] for index in longest]
-        stacks: Counter[tuple[StackLine, ...]] = Counter()
+        stacks: dict[tuple[StackLine, ...], float] = {}
         for stretch in stretches:
-            stacks.update(stretch.stacks)
+            for stack, seen_s in stretch.stacks.items():
+                stacks[stack] = stacks.get(stack, 0.0) + seen_s
         yield cause, _Seen(sum(stretch.seconds for stretch in stretches), stacks)
