@@ -42,6 +42,12 @@ def test_the_most_frequent_mark_is_the_step_if_the_rest_is_rare():
     assert period(epochs, {"e": 5e-3}) == ("s" * 10 + "e", 22)
 
 
+@pytest.mark.parametrize("calls", ["ddddettttt", "dt", "dddtttt"])
+def test_calls_that_take_no_time_are_in_the_period_if_they_are_many(calls):
+    short = dict.fromkeys("de", 1e-5)
+    assert period("pq" + calls * 3, short) == (calls, 2 + len(calls) * (2 if len(calls) >= 8 else 3))
+
+
 def test_a_period_that_takes_too_long_is_not_the_step():
     finder = PeriodFinder()
     assert period("rs" * 5, {"r": MAX_PERIOD_S}, finder) is None

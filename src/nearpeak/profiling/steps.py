@@ -675,6 +675,9 @@ MAX_PERIOD_S = 10.0
 MIN_REST_SHARE = 0.2
 """Of the time of a period that marks of its most frequent kind must leave: otherwise these are the step, and the rest
 is an exception, such as an evaluation once in an epoch."""
+MIN_REST_MARKS = 1 / 3
+"""Of the marks of a period: so many are no exception, though they take no time, such as the drafts of a small model
+that a large one checks."""
 _SHORT = 8
 """Periods of fewer marks are seen three times before they count, longer ones twice."""
 _HISTORY = 8 * MAX_MARKS
@@ -749,8 +752,9 @@ class PeriodFinder:
                 f"The program repeats every {period} steps: {seconds(whole_s)} are too long to be profiled as one step."
             )
         frequent = Counter(marks).most_common(1)[0][0]
-        rest_s = sum(taken for taken, mark in zip(took, marks, strict=True) if mark != frequent)
-        if rest_s >= MIN_REST_SHARE * whole_s:
+        rest = [taken for taken, mark in zip(took, marks, strict=True) if mark != frequent]
+        rest_s = sum(rest)
+        if rest_s >= MIN_REST_SHARE * whole_s or len(rest) >= MIN_REST_MARKS * period:
             return ""
         return (
             f"Once in {period} steps the program does something else, which is not in the step: "
