@@ -349,3 +349,127 @@ def test_gradients_of_parts_are_one_gradient_when_items_are_computed_at_once(bui
     saved_s = one_by_one.profile.kernel_s - at_once.profile.kernel_s
     (waste,) = unbatched_loop(one_by_one)
     assert sum(waste.gains.values()) == pytest.approx(saved_s, rel=0.2)
+
+
+class Attending(nn.Module):
+    """A layer of a decoder with a cache, for one position or several."""
+
+    def __init__(self, *, grows):
+        super().__init__()
+        self.embedding, self.qkv = nn.Embedding(512, 256), nn.Linear(256, 768)
+        self.head = nn.Linear(256, 512)
+        self.grows = grows
+        self.cache = [torch.randn(1, 4, 0 if grows else 64, 64) for _ in range(2)]
+
+    def forward(self, tokens, start, cache):
+        new = tokens.shape[1]
+        q, k, v = self.qkv(self.embedding(tokens)).view(1, new, 3, 4, 64).permute(2, 0, 3, 1, 4)
+        if self.grows:
+            cache = [torch.cat(pair, 2) for pair in zip(cache, (k, v), strict=True)]
+        else:
+            for kept, rows in zip(cache, (k, v), strict=True):
+                kept[:, :, start : start + new] = rows
+        keys, values = (kept[:, :, : start + new] for kept in cache)
+        mask = None
+        if new > 1:
+            mask = torch.arange(start + new) <= torch.arange(start, start + new)[:, None]
+        y = functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return self.head(y.transpose(1, 2).reshape(1, new, 256)), cache
+
+
+def known_positions(grows, at_once=False):
+    model, tokens = Attending(grows=grows).eval(), torch.randint(512, (1, ITEMS))
+
+    @torch.inference_mode()
+    def step():
+        cache = model.cache
+        if at_once:
+            return model(tokens, 0, cache)[0]
+        logits = []
+        for i in range(ITEMS):
+            y, cache = model(tokens[:, i : i + 1], i, cache)
+            logits.append(y)
+        return torch.cat(logits, 1)
+
+    return step
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_positions_that_are_known_before_run_in_one_call_though_they_attend_to_each_other(grows):
+    def times(op, expected):
+        return expected and max(expected, 3e-6)
+
+    singly, at_once = (
+        examined(lambda at_once=at_once: known_positions(grows, at_once), live=True, times=times)
+        for at_once in (False, True)
+    )
+    (waste,) = unbatched_loop(singly)
+    assert "positions of a sequence" in waste.title
+    assert "mask" in waste.remedy
+    assert sum(waste.gains.values()) == pytest.approx(singly.profile.kernel_s - at_once.profile.kernel_s, rel=0.1)
+    (found,) = (item for item in found_in(singly) if item.share > 0.3)
+    assert found.rule == RULE
+    assert not list(unbatched_loop(at_once))
+
+
+def sampled(how, grows=False):
+    """Each token comes from the position before: on the device, or by way of the host."""
+    model = Attending(grows=grows).eval()
+
+    @torch.inference_mode()
+    def step():
+        token, cache, texts = torch.tensor([[3]]), model.cache, []
+        for i in range(ITEMS):
+            logits, cache = model(token, i, cache)
+            token = logits[:, -1:].argmax(-1)
+            if how == "number":
+                token = torch.tensor([[token.item()]])
+            elif how == "array":
+                token = torch.from_numpy(logits[:, -1].numpy().argmax(-1)[None])
+            elif how == "filled":
+                token = torch.full((1, 1), int(logits.numpy().argmax()))
+            texts.append(token)
+        return texts
+
+    return step
+
+
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("how", ["tensor", "number", "array", "filled"])
+def test_positions_that_come_from_those_before_need_each_other(how, grows):
+    step = examined(lambda: sampled(how, grows), live=True, times=lambda op, expected: expected and max(expected, 3e-6))
+    assert not list(unbatched_loop(step))
+
+
+def checked_until_one_differs():
+    model, tokens = Attending(grows=False).eval(), torch.randint(512, (1, ITEMS))
+
+    @torch.inference_mode()
+    def step():
+        for i in range(ITEMS):
+            logits, _ = model(tokens[:, i : i + 1], i, model.cache)
+            if logits.argmax().item() == 600:
+                break
+        return logits
+
+    return step
+
+
+def sums_of_rows_so_far():
+    """No attention: which rows each turn reads is no mask that an op knows."""
+    x, kept, weight = torch.randn(ITEMS, 1, WIDTH), torch.zeros(ITEMS, WIDTH), torch.randn(WIDTH, WIDTH)
+
+    def step():
+        means = []
+        for i in range(ITEMS):
+            kept[i : i + 1] = x[i] @ weight
+            means.append(kept[: i + 1].mean(0))
+        return torch.stack(means)
+
+    return step
+
+
+@pytest.mark.parametrize("build", [checked_until_one_differs, sums_of_rows_so_far])
+def test_what_reads_the_turns_before_in_other_ways_is_left_alone(build):
+    step = examined(build, live=True, times=lambda op, expected: expected and max(expected, 3e-6))
+    assert not [waste for waste in unbatched_loop(step) if "one at a time" in waste.title]

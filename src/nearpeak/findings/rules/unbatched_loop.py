@@ -47,6 +47,13 @@ _SUMS = (
 )
 """Operators that gather what the turns have computed, in any order: a sum, the largest."""
 
+_KEPT = ("aten.cat", "aten.clone", "aten._to_copy", "aten.repeat")
+_KEPT_IN_PLACE = ("aten.copy_", "aten.index_put_", "aten.index_copy_", "aten.scatter_", "aten.slice_scatter")
+"""Operators that only move keys and values into a cache, and those that write there and read nothing of it."""
+_ATTENTION = "aten._scaled_dot_product"
+_FILLED = ("aten.full", "aten.fill", "aten.fill_", "aten.scalar_tensor", "aten.full_like", "aten.new_full")
+"""Operators that make a tensor of a number of the host's."""
+
 _LOADER_REMEDY = (
     "sampler = torch.utils.data.BatchSampler(RandomSampler(dataset), batch_size, drop_last=True)\n"
     "DataLoader(dataset, batch_size=None, sampler=sampler)  # __getitem__ gets a list of rows, and takes all of them\n"
@@ -54,16 +61,34 @@ _LOADER_REMEDY = (
 )
 
 
+_POSITIONS_REMEDY = (
+    "logits = model(tokens, cache, start)  # all positions in one call, each attends to those before it:\n"
+    "# a mask torch.arange(start + n) <= torch.arange(start, start + n)[:, None], or is_causal=True from position 0"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What of a loop can run for all turns at once."""
+
+    loop: Loop
+    is_whole: bool
+    """Whether it is all of the loop, which goes, or a part that runs before the loop."""
+    attends: bool
+    """Whether turns attend to keys and values of the turns before, as one call of all positions does with a mask."""
+
+
 @rule("unbatched-loop", needs=["storages", "lines"])
 def unbatched_loop(step: Step) -> Iterator[Waste]:
     """Loops whose turns run the same ops and are independent but for sums, compared with one op for all turns.
 
-    Of a recurrence, the part of the turns that needs nothing of the turns before.
+    Turns may attend to keys and values of the turns before. Of a recurrence, the part of the turns that needs nothing
+    of the turns before.
     """
     others = {index for experts in expert_loops(step) for index in experts.members}
     others |= {index for loop in reading_loops(step) for index in loop.members}
     parts = [_part_for_all(step, loop) for loop in step.loops if not others.intersection(loop.members)]
-    batches = [_Batch.of(step, *part) for part in parts if part is not None]
+    batches = [_Batch.of(step, part) for part in parts if part is not None]
     for batch in batches:
         within = set(batch.members)
         overlapping = [other for other in batches if other is not batch and within.intersection(other.members)]
@@ -71,19 +96,28 @@ def unbatched_loop(step: Step) -> Iterator[Waste]:
             yield batch.waste(step)
 
 
-def _part_for_all(step: Step, loop: Loop) -> tuple[Loop, bool] | None:
-    """The loop, or the part of its turns that does not need the turns before; and whether it is the whole. None if
-    nothing of it can run for all turns at once."""
+def _part_for_all(step: Step, loop: Loop) -> _Part | None:
+    """The loop, or the part of its turns that does not need the turns before. None if nothing of it can run for all
+    turns at once."""
     if any(step.ops[index].phase == "optimizer" or step.ops[index].origin == "inductor" for index in loop.members):
         return None
     if _saves_memory(step, loop) or _is_one_op_for_each_tensor(step, loop):  # which has rules of its own
         return None
-    needing = set().union(*(_needing_others(step, run) for run in loop.runs))
-    are_sums = all(step.ops[index].packet in _SUMS or step.costs[index].family == "view" for index in needing)
-    if any(is_read(step.ops[index]) for index in needing):  # what the turns before gave decides what runs
+    strictly = set().union(*(_needing_others(step, run) for run in loop.runs))
+    if any(is_read(step.ops[index]) for index in strictly):  # what the turns before gave decides what runs
         return None
+    caches = _caches(step, loop)
+    needing = set().union(*(_needing_others(step, run, caches) for run in loop.runs)) if caches else strictly
+    attends = len(needing) < len(strictly)
+    are_sums = all(step.ops[index].packet in _SUMS or step.costs[index].family == "view" for index in needing)
+    if attends and not _is_known_before(step, loop, caches):
+        return None
+    if attends and not are_sums:
+        attends, needing = False, strictly
     part = loop if are_sums else _independent_part(step, loop, needing)
-    return (part, are_sums) if part is not None and _are_alike(step, part) else None
+    if part is None or not _are_alike(step, part):
+        return None
+    return _Part(loop=part, is_whole=are_sums, attends=attends)
 
 
 def _alternates(loop: Loop) -> bool:
@@ -118,20 +152,102 @@ def _is_one_op_for_each_tensor(step: Step, loop: Loop) -> bool:
     return all(any(read[storage] == 1 for storage in step.flow.read_by[index]) for turn in launched for index in turn)
 
 
-def _needing_others(step: Step, run: Sequence[Sequence[int]]) -> set[int]:
-    """The ops that take something from the turns before."""
-    earlier: set[int] = set()
+def _needing_others(step: Step, run: Sequence[Sequence[int]], caches: Collection[int] = ()) -> set[int]:
+    """The ops that take something from the turns before; with `caches`, not if that are keys and values which these ops
+    write, and to which other ones attend."""
+    earlier: dict[int, _Writers] = {}
+    """By storage, the ops of the turns before that wrote to it."""
     needing: set[int] = set()
     for turn in run:
+        own: dict[int, list[int]] = {}
+        """By storage, the ops of this turn that wrote to it."""
         for index in turn:
             op = step.ops[index]
-            if any(
-                writer in needing if writer not in earlier else _reads_what(op, step.ops[writer], storage)
-                for storage, writer in step.flow.producers[index].items()
-            ):
-                needing.add(index)
-        earlier.update(turn)
+            attended = _attended(op)
+            for read in _read_tensors(op) if step.costs[index].family != "view" else ():
+                before = own.get(read.storage, [])
+                if any(writer in needing for writer in before):
+                    needing.add(index)
+                elif before and _has_all_of(read, step.ops[before[-1]]):
+                    continue
+                elif read.storage in earlier:
+                    attends = index in caches or read.storage in attended
+                    writers = earlier[read.storage].of(read)
+                    if any(not attends or writer not in caches or writer in needing for writer in writers):
+                        needing.add(index)
+            for storage in step.flow.written_by[index]:
+                own.setdefault(storage, []).append(index)
+        for storage, writers_of in own.items():
+            for index in writers_of:
+                earlier.setdefault(storage, _Writers()).add(index, step.ops[index], storage)
     return needing
+
+
+class _Writers:
+    """The ops that wrote to a storage."""
+
+    def __init__(self) -> None:
+        self._by_layout: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, tuple[int, Tensor]]] = {}
+
+    def add(self, index: int, op: Op, storage: int) -> None:
+        for tensor in op.written:
+            if tensor.storage == storage:
+                self._by_layout.setdefault((tensor.shape, tensor.strides), {})[tensor.offset] = index, tensor
+
+    def of(self, read: Tensor) -> Iterator[int]:
+        """Those that wrote elements of a tensor, as far as offsets tell."""
+        for layout, writers in self._by_layout.items():
+            if layout == (read.shape, read.strides):  # two rows or columns, or the same
+                if read.offset in writers:
+                    yield writers[read.offset][0]
+            else:
+                yield from (index for index, written in writers.values() if not _are_apart(read, written))
+
+
+def _attended(op: Op) -> set[int]:
+    """The storages that an op reads as keys or values of attention alone."""
+    if not op.packet.startswith(_ATTENTION):
+        return set()
+    kept = op.tensors("key", "value")
+    others = [tensor.storage for tensor in op.inputs if all(tensor is not item for item in kept)]
+    return {tensor.storage for tensor in kept} - set(others)
+
+
+def _caches(step: Step, loop: Loop) -> set[int]:
+    """The ops of a loop that write what it reads as keys and values of attention alone."""
+    caches: set[int] = set()
+    inside = set(loop.members)
+    candidates = [index for index in loop.members if step.ops[index].packet in (*_KEPT, *_KEPT_IN_PLACE)]
+    reads: dict[int, list[int]] = {}
+    for index in loop.members:
+        if step.costs[index].family != "view":
+            for storage in {tensor.storage for tensor in _read_tensors(step.ops[index])}:
+                reads.setdefault(storage, []).append(index)
+    for index in reversed(candidates):  # what is made of it comes later, or is a cache that grows from turn to turn
+        readers = {reader for storage in step.flow.written_by[index] for reader in reads.get(storage, ())} & inside
+        if readers and all(
+            reader in caches or set(step.flow.written_by[index]) & _attended(step.ops[reader]) for reader in readers
+        ):
+            caches.add(index)
+    return caches
+
+
+def _is_known_before(step: Step, loop: Loop, caches: Collection[int]) -> bool:
+    """Whether no turn reads what the host made for it, which may come from the turns before."""
+    turns_of: dict[int, set[tuple[int, int]]] = {}
+    for number, run in enumerate(loop.runs):
+        for place, turn in enumerate(run):
+            for index in turn:
+                op = step.ops[index]
+                if op.packet in _FILLED and not op.outputs[0].dtype.startswith(("float", "bfloat")):
+                    return False
+                given = set(step.flow.read_by[index]) - step.flow.producers[index].keys() - _attended(op)
+                for storage in given if index not in caches else ():
+                    turns_of.setdefault(storage, set()).add((number, place))
+    return all(
+        len(turns) > 1 or step.trace.storages[storage].kind in ("parameter", "buffer")
+        for storage, turns in turns_of.items()
+    )
 
 
 def _independent_part(step: Step, loop: Loop, needing: Collection[int]) -> Loop | None:
@@ -164,18 +280,27 @@ def _is_data(step: Step, storage: int) -> bool:
     return storage in step.trace.storages and step.trace.storages[storage].kind in ("input", "intermediate")
 
 
-def _reads_what(op: Op, writer: Op, storage: int) -> bool:
-    """Whether an op reads elements of a storage that another one wrote, as far as offsets tell."""
-    for read in op.inputs:
-        for written in writer.written:
-            if read.storage == written.storage == storage and not _are_apart(read, written):
-                return True
-    return False
+def _read_tensors(op: Op) -> list[Tensor]:
+    """The tensors that an op reads: those of its arguments, but for what it only overwrites."""
+    written = op.tensors(*op.mutated) if op.packet in _KEPT_IN_PLACE and not op.arguments.get("accumulate") else ()
+    return [tensor for tensor in op.inputs if all(tensor is not item for item in written)]
+
+
+def _has_all_of(read: Tensor, writer: Op) -> bool:
+    """Whether an op wrote all of a tensor."""
+    if writer.packet in _KEPT_IN_PLACE[1:]:  # which write some rows
+        return False
+    return any(
+        written.storage == read.storage
+        and (
+            not writer.mutated
+            or (read.shape, read.strides, read.offset) == (written.shape, written.strides, written.offset)
+        )
+        for written in writer.written
+    )
 
 
 def _are_apart(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.strides) == (other.shape, other.strides):
-        return one.offset != other.offset  # two rows or columns
     first, second = sorted((one, other), key=lambda tensor: tensor.offset)
     span = sum((size - 1) * stride for size, stride in zip(first.shape, first.strides, strict=True))
     return first.offset + span < second.offset
@@ -221,9 +346,7 @@ def _keyed(step: Step, runs: Sequence[Sequence[Sequence[int]]]) -> Iterator[tupl
 class _Batch:
     """A loop as ops on all items."""
 
-    loop: Loop
-    is_whole: bool
-    """Whether it is all of the loop, which goes, or a part that runs before the loop."""
+    part: _Part
     members: list[int]
     """The ops of both passes."""
     gains: dict[int, float]
@@ -233,7 +356,8 @@ class _Batch:
     seconds of each that go."""
 
     @classmethod
-    def of(cls, step: Step, loop: Loop, is_whole: bool) -> _Batch:
+    def of(cls, step: Step, part: _Part) -> _Batch:
+        loop = part.loop
         groups: dict[tuple[object, ...], list[int]] = {}
         for runs in (loop.runs, loop.backward):
             for key, index in _keyed(step, runs):
@@ -248,15 +372,15 @@ class _Batch:
             if added.issuperset(group):  # one backward pass has one gradient
                 left_s = 0.0
             else:
-                left_s = _at_once_seconds(step, group, are_added=summands.issuperset(group))
+                left_s = _at_once_seconds(step, group, are_added=summands.issuperset(group), attends=part.attends)
             for index in group:  # the first ops stay, as long as all of them together would take
                 stays_s = min(left_s, step.time(index))
                 left_s -= stays_s
                 gains[index] = step.time(index) - stays_s
             gone += group[1:]
         members = sorted(index for group in groups.values() for index in group)
-        idle = tuple(_idle(step, loop)) if is_whole else ()
-        return cls(loop=loop, is_whole=is_whole, members=members, gains=gains, gone=gone, idle=idle)
+        idle = tuple(_idle(step, loop)) if part.is_whole else ()
+        return cls(part=part, members=members, gains=gains, gone=gone, idle=idle)
 
     @property
     def _idle_s(self) -> float:
@@ -275,22 +399,25 @@ class _Batch:
 
     def waste(self, step: Step) -> Waste:
         """The finding."""
-        turns = len(self.loop.turns)
+        loop = self.part.loop
+        turns = len(loop.turns)
         launched = [index for index in self.members if step.costs[index].family != "view"] or self.members
         took = step.seconds(self.members)
-        backward = any(turn for run in self.loop.backward for turn in run)
+        backward = any(turn for run in loop.backward for turn in run)
         waits = sum(cause.count for cause, _ in self.idle if cause.cause == "synchronization")
         idle: dict[str, float] = {}
         for cause, time in self.idle:
             idle[cause.cause] = idle.get(cause.cause, 0.0) + time
-        line = slowest_line(step, self.loop)
+        line = slowest_line(step, loop)
         remaining_s = took - sum(self.gains.values())
-        own_weights = has_own_weights(step, self.loop)
+        own_weights = has_own_weights(step, loop)
         return Waste(
             title=(
-                f"A Python loop handles {len(self.loop.runs[0])} items one at a time"
-                if self.is_whole
-                else f"Each of {len(self.loop.runs[0])} turns of a Python loop computes what needs none of the others"
+                f"A Python loop runs {len(loop.runs[0])} positions of a sequence one at a time, all known before"
+                if self.part.attends
+                else f"A Python loop handles {len(loop.runs[0])} items one at a time"
+                if self.part.is_whole
+                else f"Each of {len(loop.runs[0])} turns of a Python loop computes what needs none of the others"
             )
             + (", and the host waits for each." if waits >= turns else "."),
             op=next((index for index in self.members if step.ops[index].source == line), None),
@@ -300,21 +427,25 @@ class _Batch:
             replaces=True,
             idle=idle,
             causes=[cause for cause, _ in self.idle],
-            evidence=f"The loop at {self.loop.line} takes {turns:,} turns, {len(launched) / turns:.0f} ops each"
+            evidence=f"The loop at {loop.line} takes {turns:,} turns, {len(launched) / turns:.0f} ops each"
             + (" with their backward pass" if backward else "")
             + f": {seconds(took)} in {len(launched):,} ops of {seconds(took / max(1, len(launched)))}"
             + (f", and {waits:,} waits of the host" if waits else "")
             + (f", in {seconds(idle['input'])} of waiting for a data loader" if "input" in idle else "")
             + (
-                ". No turn needs a result of another, but for sums."
-                if self.is_whole
+                ". What a turn takes of the turns before are keys and values of attention."
+                if self.part.attends
+                else ". No turn needs a result of another, but for sums."
+                if self.part.is_whole
                 else ", which take nothing from the turns before. The rest of a turn does."
             ),
             reasoning=f"One op for all items in place of each op of a turn: {seconds(remaining_s)} in ops, and "
             f"{len(self.gone):,} calls less.",
             remedy=_LOADER_REMEDY
             if "input" in idle
-            else _remedy(step, self.loop, own_weights=own_weights, is_whole=self.is_whole),
+            else _POSITIONS_REMEDY
+            if self.part.attends
+            else _remedy(step, loop, own_weights=own_weights, is_whole=self.part.is_whole),
         )
 
 
@@ -356,9 +487,9 @@ def _is_preferred(batch: _Batch, other: _Batch) -> bool:
     return better is batch
 
 
-def _at_once_seconds(step: Step, group: Sequence[int], *, are_added: bool = False) -> float:
+def _at_once_seconds(step: Step, group: Sequence[int], *, are_added: bool = False, attends: bool = False) -> float:
     """The time of one op that does the work of the ops of a group, which differ in their items; with `are_added`, of
-    ops whose results are added up."""
+    ops whose results are added up; with `attends`, of positions that attend to the same keys."""
     took = step.seconds(group)
     if len(group) < 2 or not took:
         return took
@@ -371,6 +502,8 @@ def _at_once_seconds(step: Step, group: Sequence[int], *, are_added: bool = Fals
     products = [size for size in sizes if size is not None]
     if len(products) == len(group):
         at_once_s = step.expected(_one_product(step, group, products))
+    elif attends and op.packet.startswith(_ATTENTION):
+        at_once_s = step.expected(_one_attention(step, group))
     elif family in ("convolution", "attention"):
         known = step.trace.storages
         larger = with_rows(step, op, len(group), lambda tensor: len(tensor.shape) > 1 and tensor.storage in known)
@@ -399,6 +532,19 @@ def _one_product(step: Step, group: Sequence[int], sizes: Sequence[tuple[int, in
         batch *= len(group)
         m, n, k = (max(size[place] for size in sizes) for place in (1, 2, 3))
     return gemm_op(batch, m, n, k, dtype=dtype, tf32=tf32)
+
+
+def _one_attention(step: Step, group: Sequence[int]) -> Op:
+    """The attention of all positions to the keys of the last one, which has those of all."""
+    last = step.ops[group[-1]]
+    rows = sum(step.ops[index].tensor("query").shape[-2] for index in group)
+    query, out = last.tensor("query"), last.outputs[0]
+    larger = [
+        dataclasses.replace(tensor, shape=(*tensor.shape[:-2], rows, tensor.shape[-1])) for tensor in (query, out)
+    ]
+    return dataclasses.replace(
+        last, arguments={**last.arguments, "query": larger[0]}, outputs=(larger[1], *last.outputs[1:])
+    )
 
 
 def _address(op: Op, argument: str) -> tuple[int, int]:
