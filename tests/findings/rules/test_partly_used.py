@@ -141,3 +141,44 @@ def test_the_backward_pass_of_the_rest_goes_too():
 
     (waste,) = wastes(build)
     assert len(waste.gains) == 2  # a product of each pass
+
+
+def directions(columns, rows):
+    x, y = (columns - 128) / 300.0, -(rows - 128) / 300.0
+    return torch.stack([x, y, -torch.ones_like(x)], dim=-1) * 0.5
+
+
+def directions_of_all(size):
+    grid = torch.arange(size)
+    rows, columns = torch.meshgrid(grid, grid, indexing="ij")
+    return directions(columns.flatten(), rows.flatten())
+
+
+def a_few_pixels():
+    def step():
+        pick = torch.randint(256 * 256, (64,))
+        found = directions_of_all(256)  # the whole of it is for 64 pixels
+        return found[pick].exp()
+
+    return step
+
+
+def test_joined_columns_are_followed_back_to_the_call_that_computes_all_rows():
+    (waste,) = wastes(a_few_pixels)
+    line = a_few_pixels.__code__.co_firstlineno + 3
+    assert waste.source == f"test_partly_used.py:{line}"
+    assert len(waste.gains) >= 8  # differences, quotients, signs, ones, the stack, its scaling, indices of the pixels
+
+
+def joined(part):
+    a, b = torch.randn(512, 64), torch.randn(512, 64)
+
+    def step():
+        return part(torch.cat([a.sin(), b.cos()], dim=1)).exp()
+
+    return step
+
+
+@pytest.mark.parametrize(("part", "is_found"), [(lambda y: y[:16], True), (lambda y: y[:, 48:80], False)])
+def test_a_part_across_joined_tensors_is_not_one_of_each(part, is_found):
+    assert bool(wastes(lambda: joined(part))) is is_found

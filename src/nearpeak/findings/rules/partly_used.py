@@ -25,6 +25,7 @@ _REDUCTIONS = ("aten.sum", "aten.mean", "aten.amax", "aten.amin", "aten.argmax",
 _NORMS = {"aten.native_layer_norm": "input", "aten._fused_rms_norm": "input"}
 _SOFTMAXES = ("aten._softmax", "aten._log_softmax")
 _COPIES = ("aten._to_copy", "aten.clone")
+_JOINS = ("aten.cat", "aten.stack")
 _CREATIONS = ("creation", "random")
 
 Sizes = tuple[int, ...]
@@ -167,6 +168,8 @@ def _is_read_whole(step: Step, index: int, tensor: Tensor, left: Collection[tupl
 def _views_read(step: Step, reader: int, storage: int, used: Mapping[int, Sizes]) -> Iterator[Tensor]:
     """What an op reads of a storage, as views; for an op of which a part is used, what that part takes."""
     op = step.ops[reader]
+    if step.costs[reader].family == "creation" and not op.mutated:  # ones_like reads a shape
+        return
     if reader in used:
         parts = {id(tensor): part for tensor, part in _inputs_of_part(step, reader, used[reader])}
         for tensor in op.inputs:
@@ -264,7 +267,7 @@ def _is_separable(step: Step, index: int, used: Sizes) -> bool:
     if op.packet.rpartition(".")[2] == "randperm":
         return True
     if step.costs[index].family in _CREATIONS:
-        return not op.inputs and not op.mutated
+        return not op.mutated and (not op.inputs or step.costs[index].family == "creation")
     return _reduced_dims(step, index, used) is not None
 
 
@@ -291,6 +294,8 @@ def _reduced_dims(step: Step, index: int, used: Sizes) -> list[tuple[Tensor, dic
         return [(op.inputs[0], dims)] if set(dims) <= {0, 1} else None
     if op.packet in _REDUCTIONS:
         return _before_reduction(op, dims)
+    if op.packet in _JOINS:
+        return _before_join(op, dims)
     if step.costs[index].family == "pointwise" or op.packet in _COPIES:
         return _before_pointwise(op, dims)
     return None
@@ -308,6 +313,16 @@ def _before_reduction(op: Op, dims: dict[int, int]) -> list[tuple[Tensor, dict[i
         else [place for place in range(len(whole.shape)) if place not in gone]
     )
     return [(whole, {left[place]: size for place, size in dims.items()})]
+
+
+def _before_join(op: Op, dims: dict[int, int]) -> list[tuple[Tensor, dict[int, int]]] | None:
+    """For tensors that are joined along another dimension than those of which a part is used."""
+    joined = int(op.arguments.get("dim", 0)) % len(op.outputs[0].shape)
+    if joined in dims:
+        return None
+    is_new = op.packet == "aten.stack"
+    before = {place - (is_new and place > joined): size for place, size in dims.items()}
+    return [(tensor, before) for tensor in op.tensors("tensors") if tensor.elements]
 
 
 def _before_pointwise(op: Op, dims: dict[int, int]) -> list[tuple[Tensor, dict[int, int]]] | None:
@@ -394,7 +409,11 @@ def _units_at(
     incomplete = {
         unit(index)
         for index, op in enumerate(step.ops[: before[0]])
-        if op.phase == "forward" and step.touches[index].writes and index not in used and unit(index) in wanted
+        if op.phase == "forward"
+        and step.touches[index].writes
+        and index not in used
+        and (op.inputs or step.costs[index].family != "creation")  # indices of the whole need not be made
+        and unit(index) in wanted
     }
     members = []
     for index in before:
