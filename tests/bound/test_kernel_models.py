@@ -316,3 +316,101 @@ def test_the_host_of_a_calibrated_machine_sets_the_pace_of_small_ops():
     assert with_host_of([{"seconds": 1.0}], machine) == machine
     usual, slower = (estimate(chain(100, backward=True), on).expected_s for on in (machine, slow))
     assert slower == pytest.approx(2 * usual, rel=0.02)
+
+
+def attention(batch, heads, tokens, width, *, causal=False, mask=False):
+    def build():
+        q, k, v = (randn(batch, heads, tokens, width) for _ in range(3))
+        bias = randn(1, 1, tokens, tokens) if mask else None
+        call = lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal)  # noqa: E731
+        return call, q, k, v
+
+    return expected(build)
+
+
+def test_causal_attention_lasts_as_long_as_its_longest_block():
+    """Where each block has a multiprocessor of its own, the last rows, which see all keys, decide."""
+    assert attention(1, 8, 1024, 128, causal=True) == pytest.approx(attention(1, 8, 1024, 128), rel=0.05)
+    assert attention(8, 32, 4096, 128, causal=True) < 0.65 * attention(8, 32, 4096, 128)
+    assert attention(1, 12, 828, 256, causal=True) == pytest.approx(26.1e-6, rel=0.25)
+
+
+def test_a_mask_with_rows_of_an_odd_length_is_read_element_by_element():
+    assert attention(16, 64, 185, 64, mask=True) > 1.3 * attention(16, 64, 186, 64, mask=True)
+
+
+@pytest.mark.parametrize(("rows", "measured"), [(302, 627e-6), (980, 1.74e-3)])
+def test_tiles_of_a_product_have_any_multiple_of_8_columns(rows, measured):
+    """128 experts, padded to the busiest one, as `benchmarks/results/gallery_h200.json` has them."""
+    seconds = expected(lambda: (torch.bmm, randn(128, rows, 4096), randn(128, 4096, 1536)))
+    assert seconds == pytest.approx(measured, rel=0.25)
+
+
+def test_a_gradient_of_a_norm_that_is_not_contiguous_is_copied_first():
+    def backward(expand):
+        def build():
+            x, weight = randn(16384, 4096).requires_grad_(), randn(4096).requires_grad_()
+
+            def call(x, weight):
+                result = functional.rms_norm(x, (4096,), weight)
+                gradient = randn(1, 1).expand(16384, 4096) if expand else randn(16384, 4096)
+                return torch.autograd.grad(result, (x, weight), gradient)
+
+            return call, x, weight
+
+        ops = estimate(build).ops
+        return sum(op.expected_seconds for op in ops if "norm_backward" in op.name)
+
+    assert backward(True) > backward(False) + 16384 * 4096 * 2 / 4.8e12
+
+
+def test_a_mean_of_squares_is_faster_than_a_mean_and_a_variance():
+    rows = lambda: randn(16384, 4096)  # noqa: E731
+    squares = expected(lambda: (lambda x: functional.rms_norm(x, (4096,)), rows()))
+    assert squares < 0.9 * expected(lambda: (lambda x: functional.layer_norm(x, (4096,)), rows()))
+    assert squares == pytest.approx(76.1e-6, rel=0.25)
+
+
+def test_the_rows_of_a_loss_are_spread_over_a_block_by_their_number():
+    def loss(rows):
+        target = lambda: torch.zeros(rows, device="cuda", dtype=torch.long)  # noqa: E731
+        return expected(lambda: (lambda x, y: functional.nll_loss(x, y), randn(rows, 100), target()))
+
+    assert loss(1024) == loss(16384) < 0.7 * loss(32768)
+    assert loss(1400) > 1.2 * loss(1024)  # 64 threads for both
+
+
+def test_an_image_with_channels_first_is_resized_by_a_thread_for_each_place():
+    resize = lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear")  # noqa: E731
+    assert expected(lambda: (resize, randn(32, 32, 224, 224, dtype=FP32))) == pytest.approx(935e-6, rel=0.25)
+    assert expected(lambda: (resize, randn(16, 256, 14, 14))) == pytest.approx(1518e-6, rel=0.25)
+
+
+def test_a_gradient_of_pooling_adds_up_the_windows_that_overlap():
+    def backward(window, stride):
+        def build():
+            x = randn(32, 256, 56, 56).requires_grad_()
+            result = functional.avg_pool2d(x, window, stride)
+            return lambda: torch.autograd.grad(result, x, torch.empty_like(result), retain_graph=True)
+
+        def built():
+            return (build(),)
+
+        return expected(built)
+
+    assert backward(4, 2) > 1.1 * backward(4, 4)
+
+
+@pytest.mark.parametrize(("batch", "tokens", "measured"), [(64, 256, 218e-6), (8, 2048, 216e-6), (1, 16384, 470e-6)])
+def test_linear_attention_takes_turns_and_starts_segments_with_their_states(batch, tokens, measured):
+    """`benchmarks/results/kernels_h200.json`, with caches that are warm."""
+    build = lambda: (nearpeak.kernels.linear_attention, *(randn(batch, 16, tokens, 128) for _ in range(3)))  # noqa: E731
+    assert expected(build) == pytest.approx(measured, rel=0.15)
+
+
+def test_the_host_takes_longer_for_some_kinds_of_ops():
+    host = kernel_constants().constants["host"]
+    q = lambda: randn(1, 2, 64, 64)  # noqa: E731
+    two = estimate(lambda: (lambda q: functional.scaled_dot_product_attention(q, q, q) + 1, q())).expected_s
+    one = estimate(lambda: (lambda q: (q * 2) + 1, q())).expected_s
+    assert two - one > 0.8 * (host["attention"] - host["call"])

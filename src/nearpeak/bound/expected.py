@@ -163,8 +163,22 @@ def _call_seconds(op: Op, launches: bool, host: Mapping[str, float]) -> float:
         return 0.0  # autograd saves a result without its history: no call of an operator
     if op.phase == "optimizer":
         return host["optimizer"] + host["optimizer_tensor"] * len(op.inputs)
-    kind = "view" if not launches else "convolution" if "conv" in op.packet else "call"
+    kind = "view"
+    if launches:
+        kind = next((kind for part, kind in _HOST_KINDS.items() if part in op.packet), "call")
     return host[f"backward_{kind}" if op.phase == "backward" else kind]
+
+
+_HOST_KINDS = {
+    "conv": "convolution",
+    "scaled_dot_product": "attention",
+    "layer_norm": "norm",
+    "rms_norm": "norm",
+    "batch_norm": "norm",
+    "group_norm": "norm",
+}
+"""Kinds of ops whose calls take the host longer than others, by a part of their names: they choose a kernel among
+several, look up a plan of cuDNN, or allocate more than one result."""
 
 
 class OpExpectations:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -418,8 +418,16 @@ def _reduction(kernel: Kernel) -> float:
         return 2 * _reduce(kernel, lines, 0.0) + passes + 7 * kernel["vector.fixed"]
     name = op.packet.removeprefix("aten.")
     cycles = kernel.get(f"reduction.{name}", kernel["reduction.element"])
-    slow = kernel["reduction.pairs"] if name in ("argmax", "argmin", "max", "min", "var", "std", "var_mean") else 1.0
-    return _reduce(kernel, lines, cycles, slow)
+    step = kernel[f"reduction.{_ROW_STEPS[name]}"] if lines.inner == 1 and name in _ROW_STEPS else 1.0
+    if lines.inner > 1 and name in _PAIRS:
+        step = kernel["reduction.column_pairs"]
+    return _reduce(kernel, lines, cycles, step, kernel["reduction.pairs"] if name in _PAIRS else 1.0)
+
+
+_PAIRS = ("argmax", "argmin", "max", "min", "var", "std", "var_mean")
+"""Reductions whose threads exchange more than one number."""
+_ROW_STEPS = {"var": "moments", "std": "moments", "var_mean": "moments", "prod": "jitted"}
+"""Reductions whose steps along a row take longer than those of a sum: they divide, or load no vectors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -490,20 +498,27 @@ def _layout(lines: _Lines, processors: int) -> _Layout:
     )
 
 
-def _reduce(kernel: Kernel, lines: _Lines, cycles: float, slow: float = 1.0) -> float:
+_STEP_BYTES = 16
+"""What a thread reads in a step, of rows."""
+
+
+def _reduce(kernel: Kernel, lines: _Lines, cycles: float, step: float = 1.0, exchange: float = 1.0) -> float:
     """Loads that wait for each other in each thread, waves of blocks, and exchanges in a block and between blocks.
 
-    `slow` is how many times longer a step takes than that of a sum.
+    `step` and `exchange` are how many times longer a step and an exchange take than those of a sum.
     """
     layout = _layout(lines, kernel.gpu.processors)
     memory = kernel.memory(writes=0.0) * kernel["reduction.bytes"]
     waves = layout.blocks / (kernel.gpu.processors * layout.beside)
-    steps = math.ceil(layout.values / layout.loads)
-    block = kernel["reduction.block"] + layout.stages * kernel["reduction.stage"]
-    block += steps * kernel["reduction.step" if lines.inner == 1 else "reduction.column_step"] * slow
-    fixed = kernel["reduction.fixed"] + kernel["reduction.code"] * layout.vector * slow
+    waves = math.ceil(waves) if waves <= 2 else waves
+    steps: float = math.ceil(layout.values / layout.loads)
+    if lines.inner == 1:
+        steps = max(steps, layout.values * lines.item / _STEP_BYTES)
+    block = kernel["reduction.block"] + layout.stages * kernel["reduction.stage"] * exchange
+    block += steps * kernel["reduction.step" if lines.inner == 1 else "reduction.column_step"] * step
+    fixed = kernel["reduction.fixed"] + kernel["reduction.code"] * layout.vector * step
     if layout.parts > 1:
-        fixed += kernel["reduction.parts"] + layout.sums * kernel["reduction.sum"] * slow
+        fixed += kernel["reduction.parts"] + layout.sums * kernel["reduction.sum"] * step
     work = kernel.cycles(lines.elements * cycles)
     return fixed + block + _both(memory, work, max(0.0, waves - 1) * block, sharpness=2)
 
@@ -531,7 +546,22 @@ def _softmax(kernel: Kernel) -> float:
             + kernel["softmax.warp_row"] * padded / _WARP_ROW
             + _both(kernel.memory() * kernel["softmax.bytes"], kernel.cycles(count * kernel["softmax.warp_element"]))
         )
+    if lines.length <= _REGISTER_ROW:
+        return _register_rows(kernel, lines)
     return _block_rows(kernel, lines, again=2)
+
+
+_REGISTER_ROW = 9 * 1024
+"""Rows up to this length are normalized by a block of 1024 threads that keeps them in registers."""
+
+
+def _register_rows(kernel: Kernel, lines: _Lines) -> float:
+    """A block for each row, whose threads load one element at a time: one block alone, or as fast as many are."""
+    steps = math.ceil(lines.length / 1024)
+    rows = lines.elements / lines.length
+    alone = kernel["softmax.row"] + steps * kernel["softmax.register_step"]
+    together = rows / kernel.gpu.processors * steps * kernel["softmax.register_beside"]
+    return kernel["softmax.fixed"] + _both(kernel.memory() * kernel["softmax.bytes"], max(alone, together))
 
 
 def _block_rows(kernel: Kernel, lines: _Lines, *, again: int, backward: bool = False) -> float:
@@ -600,15 +630,16 @@ def _row_steps(kernel: Kernel, rows: float, width: float) -> float:
 
 @model("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
 def _layer_norm(kernel: Kernel) -> float:
-    """A block for each row, which it reads twice."""
+    """A block for each row, which it reads twice. A mean of squares is simpler than a mean and a variance."""
     op = kernel.op
     source = op.inputs[0]
     shape = op.arguments.get("normalized_shape", source.shape[-1:])
     width = math.prod(shape)
     rows = source.elements / max(1, width)
-    read = source.bytes * kernel["layer_norm.reads"]
+    simple = kernel["layer_norm.squares"] if "rms" in op.packet else 1.0
+    read = source.bytes * (1 + simple * (kernel["layer_norm.reads"] - 1))
     seconds = kernel["layer_norm.fixed"] + _both(
-        kernel.memory(reads=read, writes=source.bytes), _row_steps(kernel, rows, width)
+        kernel.memory(reads=read, writes=source.bytes), simple * _row_steps(kernel, rows, width)
     )
     aligned = width % 8 == 0 if source.item_bytes < 4 else width % 4 == 0
     return seconds if aligned else seconds * kernel["layer_norm.unaligned"]
@@ -616,9 +647,12 @@ def _layer_norm(kernel: Kernel) -> float:
 
 @model("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward")
 def _layer_norm_backward(kernel: Kernel) -> float:
-    """The gradient of the input, as the forward; and sums over all rows for those of the weights."""
+    """The gradient of the input, as the forward; and sums over all rows for those of the weights.
+
+    A gradient that is not contiguous, as that of a sum, is copied first.
+    """
     op = kernel.op
-    source = op.inputs[0]
+    gradient, source = op.inputs[:2]
     width = math.prod(op.arguments.get("normalized_shape", source.shape[-1:]))
     rows = source.elements / max(1, width)
     first = _both(
@@ -626,7 +660,8 @@ def _layer_norm_backward(kernel: Kernel) -> float:
         kernel["layer_norm_backward.rows"] * _row_steps(kernel, rows, width),
     )
     second = kernel.memory(reads=2 * source.bytes, writes=0.0) * kernel["layer_norm_backward.sums"]
-    return kernel["layer_norm_backward.fixed"] + first + second
+    copied = 0.0 if _contiguous(gradient) else _pass(kernel, "permuted", reads=gradient.bytes, writes=source.bytes)
+    return copied + kernel["layer_norm_backward.fixed"] + first + second
 
 
 @model("aten.native_group_norm", "aten.native_group_norm_backward")
@@ -657,9 +692,13 @@ def _batch_norm(kernel: Kernel) -> float:
         places = length / max(1, source.shape[0])
         blocks = source.shape[0] * math.ceil(channels / 32) if last else channels * source.shape[0]
         walk = kernel.waves(blocks, 1, places * kernel["batch_norm.given_place"]) if last else 0.0
+        if not last and blocks < kernel.gpu.processors:  # a block for each channel of an image, one after the other
+            walk = places * kernel["batch_norm.given_element"] / kernel.gpu.clock
         return kernel["batch_norm.given_cudnn"] + passing + walk
     if given and not backward:
         return kernel["batch_norm.given"] + passing
+    if last and "cudnn" in op.packet and not backward:  # read twice, for moments and for results
+        return kernel["cudnn_batch_norm.fixed"] + 2 * passing
     if last:
         # 512 threads in 2 dimensions: rows are spread until a thread has 16 elements, of which it loads 4 at a time.
         down = min(32, 1 << math.ceil(math.log2(max(1.0, length / 16))))
@@ -680,9 +719,10 @@ def _batch_norm(kernel: Kernel) -> float:
 
 @model("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 def _picked(kernel: Kernel) -> float:
-    """One block adds up one element of each row."""
+    """One block adds up one element of each row: a thread for about 16 rows, from 32 to 1024 of them."""
     rows = kernel.op.inputs[1].elements
-    return kernel["picked.fixed"] + min(kernel["picked.row"] * rows, kernel["picked.most"] + 1e-9 * rows)
+    threads = min(1024, max(32, 1 << round(math.log2(max(1.0, rows / 16)))))
+    return kernel["picked.fixed"] + math.ceil(rows / threads) * kernel["picked.step"]
 
 
 @model("aten.nll_loss_backward", "aten.nll_loss2d_backward")
@@ -873,7 +913,7 @@ def _pooling(kernel: Kernel) -> float:
         if kind == "linear" and not backward and dimensions == 2 and out.strides[1] != 1:
             # A thread for each place of an image goes through all images and channels.
             planes, places = math.prod(out.shape[:2]), math.prod(out.shape[2:])
-            waves = math.ceil(places / (kernel.gpu.processors * 2048))
+            waves = math.ceil(places / (kernel.gpu.processors * 1024))
             return kernel["pooling.fixed"] + max(kernel.memory(), waves * planes * kernel["pooling.plane"])
         many = source if backward else out
         cycles = kernel[f"pooling.{kind}{'_backward' * backward}"]
@@ -881,25 +921,63 @@ def _pooling(kernel: Kernel) -> float:
         return kernel["pooling.fixed"] + fill + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
     if "adaptive" in name:
         many = source if not backward else out
+        if not backward and source.shape[1] > 1 and source.strides[1] == 1:
+            # Channels last, a thread for each channel goes through all places of an image.
+            walk = math.prod(source.shape[2:]) * kernel["pooling.adaptive_place"]
+            return kernel["pooling.fixed"] + _both(kernel.memory(), walk)
+        if not backward:
+            # A block of 256 threads for each plane, whose threads read the window of one result each.
+            taps = math.prod(math.ceil(size / few) for size, few in zip(source.shape[2:], out.shape[2:], strict=True))
+            cycles = kernel["pooling.adaptive_plane"] + taps * kernel["pooling.adaptive_tap"]
+            planes = kernel.cycles(math.prod(source.shape[:2]) * cycles)
+            return kernel["pooling.fixed"] + _both(kernel.memory(), max(planes, taps * kernel["pooling.adaptive_wait"]))
         cycles = kernel["pooling.adaptive"]
-        if backward and many.item_bytes < 4:  # additions by atomics, which compare and swap in 16 bits
+        if many.item_bytes < 4:  # additions by atomics, which compare and swap in 16 bits
             cycles = kernel["pooling.adaptive_atomic"]
-        # Channels last, a thread for each channel goes through all places of an image.
-        last = not backward and source.shape[1] > 1 and source.strides[1] == 1
-        walk = math.prod(source.shape[2:]) * kernel["pooling.adaptive_place"] if last else 0.0
-        return kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(many.elements * cycles), walk)
-    window = op.arguments.get("kernel_size", 2)
-    window = window if isinstance(window, (tuple, list)) else (window,)
-    taps = math.prod(window) if len(window) > 1 else window[0] ** dimensions
+        return kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
+    window = _by_dimension(op.arguments.get("kernel_size", 2), dimensions)
+    stride = _by_dimension(op.arguments.get("stride") or window, dimensions)
+    taps = math.prod(window)
+    last = dimensions == 2 and source.shape[1] > 1 and source.strides[1] == 1
     deep = kernel["pooling.deep"] if dimensions == 3 else 1.0
     if backward:
         kind = "average" if "avg" in name else "largest"
         fill = kernel["fill.fixed"] + out.bytes / kernel.gpu.bandwidth
+        # A gradient of the input is the sum over the windows that it is in.
+        taps = math.prod(math.ceil(size / step) for size, step in zip(window, stride, strict=True))
         many = source if dimensions == 3 else out
-        cycles = kernel[f"pooling.{kind}_backward"] * deep
-        return fill + kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
-    cycles = (kernel["pooling.result"] + kernel["pooling.tap"] * taps) * deep
-    return kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(out.elements * cycles))
+        cycles = (kernel[f"pooling.{kind}_backward"] + kernel["pooling.window"] * taps) * deep
+    else:
+        fill = 0.0
+        many = out
+        cycles = (kernel["pooling.result"] + kernel["pooling.tap"] * taps) * deep
+    waits = taps * kernel["pooling.wait"]
+    if last and "max" in name:
+        waits = taps * _last_steps(out, 2 if backward else 4, kernel.gpu.processors) * kernel["pooling.last_step"]
+    return fill + kernel["pooling.fixed"] + _both(kernel.memory(), max(waits, kernel.cycles(many.elements * cycles)))
+
+
+def _by_dimension(value: Any, dimensions: int) -> Sequence[int]:
+    """An argument that has a number for each dimension, or one for all."""
+    numbers = _numbers(value)
+    return numbers if len(numbers) == dimensions else (numbers[0],) * dimensions
+
+
+def _last_steps(out: Tensor, most: int, processors: int) -> float:
+    """How many results a thread computes one after the other where channels are last, at most so many along a side.
+
+    Blocks of up to 1024 threads lie along channels, width and height.
+    """
+    batch, channels, height, width = out.shape
+    threads, block = 1024, []
+    for size, limit in ((channels, 32), (width, 1024), (height, 1024)):
+        block.append(min(1 << int(math.log2(max(1, size))), limit, threads))
+        threads //= block[-1]
+    across, wide, high = block
+    blocks = batch * math.ceil(channels / (4 * across))
+    blocks *= math.ceil(width / (most * wide)) * math.ceil(height / (most * high))
+    waves = math.ceil(blocks / (processors * (2048 // math.prod(block))))
+    return waves * min(most, math.ceil(width / wide)) * min(most, math.ceil(height / high))
 
 
 _GATES = {0: 1, 1: 1, 2: 4, 3: 3}
@@ -1016,10 +1094,36 @@ def _lists(kernel: Kernel) -> float:
 
 
 _TILES = (
-    (256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (64, 32), (32, 64), (32, 32), (64, 16),
-    (16, 64), (16, 16),
+    (256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (128, 32), (32, 128), (64, 64), (64, 32), (32, 64),
+    (32, 32), (64, 16), (16, 64), (16, 16),
 )  # fmt: skip
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+_FITTED_ROWS = (64, 128, 192, 256)
+"""Rows of a tile for which there are kernels with any multiple of 8 columns."""
+_TILE_ELEMENTS = 256 * 128
+"""Elements of the largest tile, whose sums are in registers."""
+
+
+def _usual_tiles(m: int, n: int) -> Iterator[tuple[int, int]]:
+    """Tiles that are not much larger than the result."""
+    for rows, columns in _TILES:
+        if rows <= max(16, 2 * m) and columns <= max(16, 2 * n):
+            yield rows, columns
+
+
+def _fitted_tiles(batch: int, m: int, n: int, processors: int) -> Iterator[tuple[int, int]]:
+    """Tiles with as few columns as cover the result in some parts or waves, in both orders of rows and columns."""
+    for turned in (False, True):
+        along, across = (n, m) if turned else (m, n)
+        for rows in _FITTED_ROWS:
+            if rows >= 2 * along and rows > 64:
+                break
+            below = batch * math.ceil(along / rows)
+            in_waves = (waves * processors // below for waves in (1, 2, 3, 4))
+            for parts in {1, 2, 3, 4, *in_waves} - {0}:
+                columns = 8 * math.ceil(across / parts / 8)
+                if columns <= 256 and rows * columns <= _TILE_ELEMENTS:
+                    yield (columns, rows) if turned else (rows, columns)
 
 
 def _product(
@@ -1049,9 +1153,10 @@ def _product(
     half, depth = kernel[f"{kind}.half_tile"], int(kernel[f"{kind}.depth"])
     start, latency, fill = kernel[f"{kind}.tile_start"], kernel[f"{kind}.step"], kernel[f"{kind}.fill"]
     best = math.inf
-    for rows, columns in _TILES:
-        if (rows > 2 * m and rows > 16) or (columns > 2 * n and columns > 16):
-            continue
+    choices = {*_usual_tiles(m, n)}
+    if kind == "matrix_narrow" and alignment == 16:
+        choices.update(_fitted_tiles(batch, m, n, gpu.processors))
+    for rows, columns in choices:
         # The loads of a tile grow with its edges and its FLOPs with its area.
         edge = rows * columns / (rows + columns)
         tile_rate = rate * edge / (edge + half) * (85.3 + half) / 85.3
@@ -1097,6 +1202,17 @@ def _alignment(*tensors: Tensor) -> int:
     return max(2, aligned)
 
 
+_VECTOR_STEPS = 8
+"""Longer dot products are split over more threads."""
+
+
+def _vector_product(kernel: Kernel, k: int) -> float:
+    """A matrix and a vector: the bytes of the matrix, after the first of the steps along each dot product."""
+    steps = min(_VECTOR_STEPS, math.ceil(k / 512))
+    memory = kernel.memory() * kernel["matrix.vector_bytes"]
+    return kernel["matrix.vector_fixed"] + steps * kernel["matrix.vector_step"] + memory
+
+
 @model("matrix")
 def _matrix(kernel: Kernel) -> float:
     """Tiles over multiprocessors, beside the bytes of the three matrices."""
@@ -1105,10 +1221,11 @@ def _matrix(kernel: Kernel) -> float:
         rate = kernel.gpu.matrix.get(_dtype(kernel), kernel.gpu.vector) * kernel["matrix.grouped"]
         return kernel["matrix.grouped_fixed"] + _both(kernel.memory(), sum(kernel.cost.product_flops.values()) / rate)
     if sizes is None:
-        return kernel["matrix.vector_fixed"] + kernel.memory() * kernel["matrix.vector_bytes"]
+        depths = [tensor.shape[-1] for tensor in kernel.op.inputs if tensor.shape]
+        return _vector_product(kernel, max(depths, default=1))
     batch, m, n, k = sizes
     if min(m, n) == 1:
-        return kernel["matrix.vector_fixed"] + kernel.memory() * kernel["matrix.vector_bytes"]
+        return _vector_product(kernel, k)
     dtype = _dtype(kernel)
     engine = _engine(kernel, dtype)
     aligned = _alignment(*(tensor for tensor in (*kernel.op.inputs, *kernel.op.outputs) if len(tensor.shape) > 1))
@@ -1121,6 +1238,8 @@ def _matrix(kernel: Kernel) -> float:
     elif aligned < 16:
         memory *= kernel[f"matrix.bytes_{aligned}"]
     compute = _product(kernel, batch, m, n, k, dtype, kind=f"matrix_{engine}", alignment=aligned)
+    if engine == "wide" and aligned < 16:  # kernels without the matrix engine, where they are faster
+        compute = min(compute, _product(kernel, batch, m, n, k, "float32", kind="matrix_vector"))
     if dtype == "int8":
         compute /= kernel["matrix.integers"]
     fixed = kernel[f"matrix_{engine}.fixed"] + (kernel["matrix.unaligned_fixed"] if aligned < 8 else 0.0)
@@ -1182,10 +1301,14 @@ def _convolution(kernel: Kernel) -> float:
     moved = kernel.memory() if not backward else (data.bytes + out.bytes + weight.bytes) / kernel.gpu.bandwidth
     memory = moved * kernel["convolution.bytes"]
     many_taps = taps > _MASKED_TAPS and max(weight.shape[2:]) < 14 and engine != "vector"
+    # Channels first, a convolution of single places is a product for each image.
+    images = data.shape[0] if matrix and not last and not backward else 1
     seconds = 0.0
     for shape in shapes:
         m, n, k = shape
-        product = _product(kernel, 1, m, n, k, dtype, kind=kind, alignment=aligned, splits=backward or matrix)
+        product = _product(
+            kernel, images, m // images, n, k, dtype, kind=kind, alignment=aligned, splits=backward or matrix
+        )
         if patches:  # a kernel that looks up each of the many taps, with tiles of 128
             waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) / kernel.gpu.processors)
             product = waves * math.ceil(k / 64) * kernel["convolution.patch_step"]
@@ -1250,17 +1373,42 @@ def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, strided: 
     passes = [cycles]
     if any(mask):
         cycles = kernel["depthwise.backward_result"] + kernel["depthwise.backward_tap"] * taps
-        own_cycles = (kernel["depthwise.own_data"] * taps, kernel["depthwise.own_weight"] * taps)
+        own_cycles = tuple(
+            kernel["depthwise.own_result"] + kernel[f"depthwise.own_{name}"] * taps for name in ("data", "weight")
+        )
         passes = [of_own if own else cycles for of_own, wanted in zip(own_cycles, mask, strict=False) if wanted]
     fixed = kernel["depthwise.fixed"] * (2 * len(passes) if any(mask) else 1)
     return fixed + sum(_both(kernel.memory(), kernel.cycles(results * cycles)) for cycles in passes)
 
 
-@model("nearpeak.linear_attention")
+_SEGMENT, _SEGMENT_MULTIPLE = 256, 128
+"""The fewest tokens of a segment of linear attention, and what their number is a multiple of."""
+
+
+@model("nearpeak.linear_attention", "nearpeak.linear_attention_backward")
 def _linear_attention(kernel: Kernel) -> float:
-    """Chunks of tokens after each other, all heads beside each other."""
-    chunks = kernel.op.inputs[0].shape[-2] / kernel["linear_attention.chunk"]
-    return kernel["linear_attention.fixed"] + max(kernel.memory(), chunks * kernel["linear_attention.step"])
+    """Chunks of a segment of tokens after each other, for all heads, columns and segments beside each other.
+
+    A sequence has as many segments as give each multiprocessor two programs. Where it has more than one, the states that
+    they start with are computed before, by a pass of their own.
+    """
+    op, gpu = kernel.op, kernel.gpu
+    query, value = op.tensor("query"), op.tensor("value")
+    tokens = query.shape[-2]
+    beside = math.prod(query.shape[:-2]) * math.ceil(value.shape[-1] / 64)
+    segment = math.ceil(tokens / max(1, 2 * gpu.processors // max(1, beside)))
+    segment = max(_SEGMENT, math.ceil(segment / _SEGMENT_MULTIPLE) * _SEGMENT_MULTIPLE)
+    segments = math.ceil(tokens / segment)
+    programs = beside * segments / gpu.processors
+    turns = math.ceil(programs / 2) if programs > 1 else kernel["linear_attention.alone"]
+    chunks = turns * min(tokens, segment) / kernel["linear_attention.chunk"] * query.shape[-1] / 128
+    backward = "backward" in op.packet
+    seconds = chunks * kernel["linear_attention.step"] * (kernel["linear_attention.backward"] if backward else 1.0)
+    if segments > 1:
+        states = chunks * kernel["linear_attention.states"]
+        seconds += kernel["linear_attention.segments"]
+        seconds += states * (kernel["linear_attention.backward_states"] if backward else 1.0)
+    return kernel["linear_attention.fixed"] + max(kernel.memory(), seconds)
 
 
 @model("aten._local_scalar_dense")
@@ -1303,11 +1451,19 @@ def _attention(kernel: Kernel) -> float:
     if backend == _CUDNN:  # in terms of the engine's own rate
         rate *= gpu.matrix.get("bfloat16", gpu.matrix.get("float16", 8.0 * gpu.vector)) / gpu.cycles / 3370.0
     products = 5 if backward else 2
-    pair = kernel[f"{kind}.pair"] + (kernel["attention.mask"] if masked else 0.0)
-    cycles = rows * other * (2.0 * products * width / rate + pair) + kernel[f"{kind}.block"]
-    waves = blocks / gpu.processors
-    waves = math.ceil(waves) if waves <= 4 else waves + 0.5
-    compute = waves * cycles / gpu.clock * (kernel[f"{kind}.causal"] if causal else 1.0)
+    mask = kernel["attention.mask"] if masked else 0.0
+    if keys * query.item_bytes % 4:  # rows of the mask are read element by element
+        mask *= kernel["attention.unaligned"]
+    pair = kernel[f"{kind}.pair"] + mask
+    each = 2.0 * products * width / rate + pair
+    block = rows * other * each + kernel[f"{kind}.block"]
+    share = blocks / gpu.processors
+    if causal:  # blocks differ in length, and one of the longest may be the last to end
+        longest = rows * others * each + kernel[f"{kind}.block"]
+        cycles = longest if share <= 1 else max(longest, share * block + kernel["attention.tail"] * longest)
+    else:
+        cycles = (math.ceil(share) if share <= 4 else share + 0.5) * block
+    compute = cycles / gpu.clock
     if queries <= 16 and not backward:  # decoding: the keys are split over all multiprocessors
         compute = 0.0
     padded = width / query.shape[-1]
