@@ -1389,8 +1389,8 @@ _SEGMENT, _SEGMENT_MULTIPLE = 256, 128
 def _linear_attention(kernel: Kernel) -> float:
     """Chunks of a segment of tokens after each other, for all heads, columns and segments beside each other.
 
-    A sequence has as many segments as give each multiprocessor two programs. Where it has more than one, the states that
-    they start with are computed before, by a pass of their own.
+    A sequence has as many segments as give each multiprocessor two programs. Where it has more than one, a pass of its
+    own computes the states that they start with.
     """
     op, gpu = kernel.op, kernel.gpu
     query, value = op.tensor("query"), op.tensor("value")
