@@ -929,8 +929,8 @@ def _pooling(kernel: Kernel) -> float:
             # A block of 256 threads for each plane, whose threads read the window of one result each.
             taps = math.prod(math.ceil(size / few) for size, few in zip(source.shape[2:], out.shape[2:], strict=True))
             cycles = kernel["pooling.adaptive_plane"] + taps * kernel["pooling.adaptive_tap"]
-            planes = kernel.cycles(math.prod(source.shape[:2]) * cycles)
-            return kernel["pooling.fixed"] + _both(kernel.memory(), max(planes, taps * kernel["pooling.adaptive_wait"]))
+            blocks = kernel.cycles(math.prod(source.shape[:2]) * cycles)
+            return kernel["pooling.fixed"] + _both(kernel.memory(), max(blocks, taps * kernel["pooling.adaptive_wait"]))
         cycles = kernel["pooling.adaptive"]
         if many.item_bytes < 4:  # additions by atomics, which compare and swap in 16 bits
             cycles = kernel["pooling.adaptive_atomic"]
