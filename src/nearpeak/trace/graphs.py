@@ -101,6 +101,9 @@ class CaptureRecorder(Recorder):
         count = None if self.failure else self._guard.call(self._nodes.count)
         self._begun.append((len(self.ops), -1 if count is None else count))
 
+    def _program_resumes(self) -> None:
+        self.launch_begins()
+
     def launch_ended(self) -> None:
         """Counts them again."""
         ops, before = self._begun.pop()

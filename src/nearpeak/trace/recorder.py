@@ -259,6 +259,7 @@ class Recorder(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if schema.lift:
+            self._program_resumes()
             result = _run(func, args, kwargs)
             self._guard.call(self._note_lifted, result)
             self.launch_ended()
@@ -269,8 +270,7 @@ class Recorder(TorchDispatchMode):
         arguments = self._guard.call(self._live_arguments, schema, args, kwargs)
         if arguments is not None:
             self._guard.call(self._look_at_values, schema, arguments, args, kwargs)
-        if self.python_time is not None:
-            self._guard.call(self.python_time.program_resumes)
+        self._program_resumes()
         result = _run(func, args, kwargs)
         if arguments is not None:
             self._guard.call(self._record_live, schema, arguments, result)
@@ -286,6 +286,11 @@ class Recorder(TorchDispatchMode):
         """An op of the program is about to run, or a kernel that bypasses torch's dispatcher."""
         if self.python_time is not None:
             self._guard.call(self.python_time.op_begins, len(self.ops))
+
+    def _program_resumes(self) -> None:
+        """What is done before an op of the program is done: the op itself is about to run."""
+        if self.python_time is not None:
+            self._guard.call(self.python_time.program_resumes)
 
     def launch_ended(self) -> None:
         """It has run. If it was recorded, it is the last op."""

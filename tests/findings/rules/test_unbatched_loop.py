@@ -127,8 +127,8 @@ def test_items_in_a_loop_are_one_finding(build):
     saved_s = sum(sum(waste.gains.values()) for waste in wastes)
     assert saved_s > 0.6 * step.profile.kernel_s
     claimed = {index for waste in wastes for index in waste.gains}
-    others = [item for item in found_in(step) if item.rule != RULE and set(item.ops) & claimed]
-    assert not others  # one waste is one finding
+    others = [item for item in found_in(step) if item.rule not in (RULE, "partly-used") and set(item.ops) & claimed]
+    assert not others  # one waste is one finding; of some results a part is used
 
 
 def layers():
