@@ -84,6 +84,12 @@ def seconds_by_size(step: Step, index: int) -> float:
     return took if took <= _MAX_SLOWNESS * step.pace * expected else step.pace * expected
 
 
+def share_left(changes: Collection[float]) -> float:
+    """The share of what some ops save that is left, where others take longer than before; 0 if nothing is."""
+    saved_s = sum(changes)
+    return saved_s / sum(max(0.0, change) for change in changes) if saved_s > 0.0 else 0.0
+
+
 def median_slowness(step: Step, gemms: Collection[int]) -> float:
     """The median of the measured times of GEMMs over those of good kernels; at least 1."""
     ratios = [

@@ -146,8 +146,7 @@ class Recorder(TorchDispatchMode):
             self.storages.on_input = self.known.add_from_outside
         self._locations = Locations(self.modules, snapshot, stacks=mode is None)
         self._stacks: list[tuple[str, ...]] = []
-        self._passes: list[tuple[int, int, tuple[str, ...]]] = []
-        """Of each backward pass the index of its first op, and of the first one after it, and its stack."""
+        self._passes: list[BackwardPass] = []
         self._loop_turns = LoopTurns(Recorder.__torch_dispatch__.__code__)
         self._forward_ops: dict[int, int] = {}
         """The forward op behind each op of a backward pass, by their indices."""
@@ -299,13 +298,13 @@ class Recorder(TorchDispatchMode):
 
     def backward_begins(self) -> int:
         """A backward pass is about to run; returns its number."""
-        self._passes.append((len(self.ops), len(self.ops), own_stack(_frame_at(2))))
+        self._passes.append(BackwardPass(range(len(self.ops), len(self.ops)), own_stack(_frame_at(2))))
         return len(self._passes) - 1
 
     def backward_ended(self, number: int) -> None:
         """It has run, or failed."""
-        first, _, stack = self._passes[number]
-        self._passes[number] = (first, len(self.ops), stack)
+        begun = self._passes[number]
+        self._passes[number] = begun._replace(ops=range(begun.ops.start, len(self.ops)))
 
     def _run_composite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operators that an operator is composed of; inference mode bypasses the key that decomposes it."""
@@ -547,7 +546,7 @@ class Recorder(TorchDispatchMode):
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),
             gradients=() if self._gradients is None else self._gradients.gradients(),
-            passes=tuple(BackwardPass(range(first, last), stack) for first, last, stack in self._passes),
+            passes=tuple(self._passes),
             derivative_of=self._derivative_of,
             contents={number: digest for number, digest in self._contents.items() if digest},
             written_at={} if self._mode is not None else lines_that_write(self._classes_with_options() | turning_on),

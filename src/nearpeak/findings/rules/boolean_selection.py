@@ -27,7 +27,7 @@ def boolean_selection(step: Step) -> Iterator[Waste]:
         share = selected.elements / max(1, table.elements)
         if share < _MOST or table.dtype == "bool":
             continue
-        members = [index, *(i for i in _backward(step, index, mask, table))]
+        members = [index, *_backward(step, index, mask, table)]
         gains = {}
         for member in members:
             left = step.expected(_masked(step.ops[member], table, mask))

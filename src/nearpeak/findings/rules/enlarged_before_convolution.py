@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, shape_text
-from nearpeak.findings.what_if import seconds_by_size
+from nearpeak.findings.what_if import seconds_by_size, share_left
 from nearpeak.units import seconds
 
 _CONVOLUTIONS = ("aten.convolution", "aten.conv1d", "aten.conv2d", "aten.conv3d")
@@ -30,11 +30,10 @@ def enlarged_before_convolution(step: Step) -> Iterator[Waste]:
         left = {index: 1 / times, enlarging: channels / images.shape[1]}
         left |= {i: left[forward] for forward in (index, enlarging) for i in _backward(step, forward)}
         changes = {i: seconds_by_size(step, i) * (1 - share) for i, share in left.items()}
-        saved_s, shorter_s = sum(changes.values()), sum(max(0.0, change) for change in changes.values())
-        if saved_s <= 0.0:
+        share = share_left(changes.values())
+        if not share:
             continue
-        # What takes longer than before, with more channels, is taken from what is saved elsewhere.
-        gains = {i: max(0.0, change) * saved_s / shorter_s for i, change in changes.items() if change > 0.0}
+        gains = {i: change * share for i, change in changes.items() if change > 0.0}
         yield Waste(
             title=f"A convolution of single pixels runs on {times:.0f} times the pixels, after they were enlarged.",
             op=index,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
-from nearpeak.findings.what_if import gemm_op, seconds_by_size
+from nearpeak.findings.what_if import gemm_op, seconds_by_size, share_left
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
@@ -43,11 +43,10 @@ def linear_after_gather(step: Step) -> Iterator[Waste]:
     for rows in found:
         remaining = rows.remaining | _in_backward(step, rows, forward)
         gains = {index: seconds_by_size(step, index) * (1.0 - share) for index, share in remaining.items()}
-        saved_s, shorter_s = sum(gains.values()), sum(max(0.0, gain) for gain in gains.values())
-        if saved_s <= 0.0:
+        share_saved = share_left(gains.values())
+        if not share_saved:
             continue
-        # What takes longer than before is taken from what is saved elsewhere.
-        gains = {index: max(0.0, gain) * saved_s / shorter_s for index, gain in gains.items()}
+        gains = {index: max(0.0, gain) * share_saved for index, gain in gains.items()}
         adds = len(rows.parts) - 1
         repeated = [part for part in rows.parts if part.distinct * MIN_REPEATS <= rows.count]
         fewest = min(part.distinct for part in repeated)

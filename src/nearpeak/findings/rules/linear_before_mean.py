@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from nearpeak.bound.tiles import product_sizes
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step, shape_text
-from nearpeak.findings.what_if import seconds_by_size
+from nearpeak.findings.what_if import seconds_by_size, share_left
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
@@ -38,11 +38,10 @@ def linear_before_mean(step: Step) -> Iterator[Waste]:
             continue
         left = {index: 1 / each, reader: depth / columns, **_backward(step, index, reader, each, depth / columns)}
         changes = {i: seconds_by_size(step, i) * (1 - share) for i, share in left.items()}
-        saved_s, shorter_s = sum(changes.values()), sum(max(0.0, change) for change in changes.values())
-        if saved_s <= 0.0:
+        share = share_left(changes.values())
+        if not share:
             continue
-        # What takes longer than before, with wider rows, is taken from what is saved elsewhere.
-        gains = {i: change * saved_s / shorter_s for i, change in changes.items() if change > 0.0}
+        gains = {i: change * share for i, change in changes.items() if change > 0.0}
         yield Waste(
             title=f"A linear layer runs on {each} rows for each mean that is used.",
             op=index,

@@ -139,14 +139,14 @@ def _sparse_product(op: Op, a: Tensor, b: Tensor, added: str | None) -> Cost:
     return Cost(
         family="indexing",
         reads=accesses(*reads),
-        writes=accesses(out if out.sparse is None else stored_part(out)),
+        writes=accesses(stored_part(out)),
         vector_flops={sparse.dtype: flops} if flops and "float" in sparse.dtype else {},
     )
 
 
 def stored_part(tensor: Tensor) -> Part:
-    """The values of a sparse tensor, without the indices beside them."""
-    return tensor, (0 if tensor.sparse is None else tensor.sparse.stored) * tensor.item_bytes
+    """A tensor; of a sparse one the values, without the indices beside them."""
+    return tensor if tensor.sparse is None else (tensor, tensor.sparse.stored * tensor.item_bytes)
 
 
 @formula("aten._sparse_addmm", "aten.sspaddmm", "aten.hspmm")
@@ -165,11 +165,8 @@ def _sparse_mm(op: Op) -> Cost:
 @formula("aten._coalesce", "aten._to_sparse", "aten._to_sparse_csr", "aten._to_sparse_csc", "aten._to_dense")
 def _conversion(op: Op) -> Cost:
     """Stored values read and written, of a dense tensor all of them; the indices beside them are not counted."""
-    parts = [
-        [stored_part(tensor) if tensor.sparse is not None else tensor for tensor in tensors]
-        for tensors in (op.inputs, op.outputs)
-    ]
-    return Cost(family="movement", reads=accesses(*parts[0]), writes=accesses(*parts[1]), model="operands")
+    reads, writes = map(stored_part, op.inputs), map(stored_part, op.outputs)
+    return Cost(family="movement", reads=accesses(*reads), writes=accesses(*writes), model="operands")
 
 
 def _packed(tensor: Tensor) -> int:
