@@ -35,12 +35,6 @@ TARGET = GPUTarget("cuda", 90, 32)
 PTXAS = max((Path(nvidia.__file__).parent / "bin").glob("ptxas*"))  # the newest understands what all versions write
 
 
-# `described` has PTX assembled, which takes most of the time: Triton need not, and keeps what is of no use elsewhere.
-CUDABackend.make_cubin = lambda self, ptx, *rest: b""
-_cache = tempfile.TemporaryDirectory(prefix="nearpeak-triton-")
-triton.knobs.cache.dir = _cache.name
-
-
 def compiled(kernel, args, warps, stages, registers=None):
     """The compiled kernel, in PTX."""
     backend = make_backend(TARGET)
@@ -78,6 +72,15 @@ def described(kernel, args, warps, stages, registers=None):
 
 
 def main():
+    # `described` has PTX assembled, which takes most of the time: Triton need not, and keeps what is of no use
+    # elsewhere. Not on import: pytest imports this file for its doctests, beside tests that launch kernels.
+    CUDABackend.make_cubin = lambda self, ptx, *rest: b""
+    with tempfile.TemporaryDirectory(prefix="nearpeak-triton-") as cache:
+        triton.knobs.cache.dir = cache
+        compile_all()
+
+
+def compile_all():
     results = []
     current = file = ""
 

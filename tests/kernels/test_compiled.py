@@ -54,6 +54,19 @@ def test_every_configuration_compiles_well(path):
     check(compiled([path]))
 
 
+def test_importing_the_script_leaves_triton_as_it_is():
+    """pytest imports it for its doctests, beside tests that launch kernels on a GPU."""
+    code = """if True:
+        import runpy
+        from triton import knobs
+        from triton.backends.nvidia.compiler import CUDABackend
+        before = CUDABackend.make_cubin, knobs.cache.dir
+        runpy.run_path(%r)
+        assert (CUDABackend.make_cubin, knobs.cache.dir) == before
+    """
+    subprocess.run([sys.executable, "-c", code % str(SCRIPT)], check=True, timeout=120)
+
+
 def compiled(files, *options):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(SCRIPT), *options, *map(str, files)]
