@@ -82,7 +82,12 @@ def test_on_a_gpu(name):
     if "cuda" not in load(name).DEVICES:
         pytest.skip("this waste cannot exist on a GPU")
     torch.cuda.empty_cache()
-    check(name, "cuda")
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # "highest" is a waste of its own
+    try:
+        check(name, "cuda")
+    finally:
+        torch.set_float32_matmul_precision(precision)
 
 
 @pytest.mark.slow  # optimizers import much of torch

@@ -66,6 +66,7 @@ def wall_seconds(steps: Sequence[Callable[[], Any]]) -> list[float]:
 def one(name: str, device: str, folder: Path | None) -> dict[str, Any]:
     """A planted waste: what was found, what it predicts, and what its twin saves."""
     module = load(name)
+    torch.set_float32_matmul_precision("high")  # "highest" is a waste of its own
     waste, clean = module.waste(device), module.clean(device)
     work = getattr(module, "work", lambda device: 1.0)(device)
     twin = nearpeak.profile(clean)

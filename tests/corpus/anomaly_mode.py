@@ -9,9 +9,10 @@ DEVICES = ("cuda", "cpu")
 
 def training(device, looks):
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(12))).to(device)
+    width = 2048 if device == "cuda" else 256
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(12))).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(256, 256, device=device)
+    x = torch.randn(width, width, device=device)
 
     def step():
         with torch.autograd.set_detect_anomaly(looks):  # waste

@@ -9,31 +9,30 @@ DEVICES = ("cpu", "cuda")
 
 def built(device):
     torch.manual_seed(0)
-    rows, width = (4096, 128) if device == "cuda" else (512, 64)
-    return torch.nn.functional.normalize(torch.randn(rows, width, device=device), dim=1).requires_grad_()
+    rows, width = (12288, 128) if device == "cuda" else (512, 64)
+    z = functional.normalize(torch.randn(rows, width, device=device), dim=1).requires_grad_()
+    return z, ~torch.eye(rows, dtype=torch.bool, device=device), torch.arange(rows, device=device)
 
 
 def waste(device):
-    z = built(device)
+    z, others, numbers = built(device)
 
     def step():
         z.grad = None
         similarity = z @ z.T * 10
-        others = ~torch.eye(len(z), dtype=torch.bool, device=device)
         logits = similarity[others].view(len(z), -1)  # waste
-        functional.cross_entropy(logits, torch.arange(len(z), device=device) // 2).backward()
+        functional.cross_entropy(logits, numbers.clamp_max(len(z) - 2)).backward()
 
     return step
 
 
 def clean(device):
-    z = built(device)
+    z, others, numbers = built(device)
 
     def step():
         z.grad = None
         similarity = z @ z.T * 10
-        others = ~torch.eye(len(z), dtype=torch.bool, device=device)
         logits = similarity.masked_fill(~others, float("-inf"))
-        functional.cross_entropy(logits, torch.arange(len(z), device=device) // 2 + 1).backward()
+        functional.cross_entropy(logits, (numbers + 1).clamp_max(len(z) - 1)).backward()
 
     return step

@@ -5,7 +5,7 @@ from torch.nn import functional
 
 RULE = "no-kv-cache"
 DEVICES = ("cpu", "cuda")
-VOCABULARY, HEADS = 500, 8
+VOCABULARY, HEADS, LONGEST = 500, 8, 1024
 
 
 class Layer(torch.nn.Module):
@@ -20,18 +20,22 @@ class Layer(torch.nn.Module):
             cache[0][:, :, end - x.shape[1] : end], cache[1][:, :, end - x.shape[1] : end] = key, value
             key, value = cache[0][:, :, :end], cache[1][:, :, :end]
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=x.shape[1] > 1)  # waste
-        return self.out((mixed[:, :, -1:] if is_last else mixed).transpose(1, 2).flatten(2))
+        if is_last:
+            x, mixed = x[:, -1:], mixed[:, :, -1:]
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Model(torch.nn.Module):
     def __init__(self, width, depth):
         super().__init__()
         self.embedding = torch.nn.Embedding(VOCABULARY, width)
+        self.positions = torch.nn.Parameter(torch.randn(LONGEST, width))
         self.layers = torch.nn.ModuleList(Layer(width) for _ in range(depth))
         self.head = torch.nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens, start=0, caches=None):
-        x, end = self.embedding(tokens), start + tokens.shape[1]
+        end = start + tokens.shape[1]
+        x = self.embedding(tokens) + self.positions[start:end]
         for number, layer in enumerate(self.layers):
             is_last = number == len(self.layers) - 1
             x = layer(x, end, None if caches is None else caches[number], is_last=is_last)

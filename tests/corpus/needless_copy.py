@@ -10,16 +10,16 @@ DEVICES = ("cpu", "cuda")
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
 
     def forward(self, x):
-        return x + self.linear(self.norm(x))
+        return torch.addmm(x, x, self.weight)
 
 
 class CopyingBlock(Block):
     def forward(self, x):
         residual = x.clone()  # waste
-        return residual + self.linear(self.norm(x))
+        return torch.addmm(residual, x, self.weight)
 
 
 def waste(device):

@@ -4,7 +4,7 @@ import torch
 
 RULE = "reads-in-a-loop"
 DEVICES = ("cpu", "cuda")
-LENGTH = 1000
+LENGTH = 1024
 
 
 def parts(device):
@@ -16,7 +16,7 @@ def waste(device):
     weight = parts(device)
 
     def step():
-        scores = (weight @ weight)[0, :LENGTH]
+        scores = (weight @ weight).amax(dim=1).view(LENGTH, -1).amax(dim=1)
         return [place for place in range(LENGTH) if scores[place].item() > 0]  # waste
 
     return step
@@ -26,7 +26,7 @@ def clean(device):
     weight = parts(device)
 
     def step():
-        scores = (weight @ weight)[0, :LENGTH]
+        scores = (weight @ weight).amax(dim=1).view(LENGTH, -1).amax(dim=1)
         return [place for place, score in enumerate(scores.tolist()) if score > 0]
 
     return step

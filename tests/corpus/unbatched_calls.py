@@ -32,7 +32,7 @@ def waste(device):
     def step():
         wanted = model(x, labels)  # waste
         free = model(x, nothing)
-        return x - 0.1 * (free + 4.0 * (wanted - free))
+        return torch.lerp(free, wanted, 4.0).mul_(-0.1).add_(x)
 
     return step
 
@@ -44,6 +44,6 @@ def clean(device):
     @torch.inference_mode()
     def step():
         wanted, free = model(torch.cat([x, x]), both).chunk(2)
-        return x - 0.1 * (free + 4.0 * (wanted - free))
+        return torch.lerp(free, wanted, 4.0).mul_(-0.1).add_(x)
 
     return step

@@ -8,7 +8,7 @@ DEVICES = ("cpu", "cuda")
 
 
 def inputs(device):
-    images, channels, side = (32, 64, 64) if device == "cuda" else (2, 16, 48)
+    images, channels, side = (128, 128, 64) if device == "cuda" else (2, 16, 48)
     x = torch.randn(images, channels, side, side, device=device)
     return x, torch.randn(channels, channels * 9, device=device)
 

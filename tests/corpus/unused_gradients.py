@@ -6,15 +6,15 @@ RULE = "unused-gradients"
 DEVICES = ("cpu", "cuda")
 
 
+def network(width, depth):
+    layers = [torch.nn.Linear(width, width, bias=False) for _ in range(depth)]
+    return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.ReLU())))
+
+
 def models(device):
     width, batch = (4096, 8192) if device == "cuda" else (512, 64)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    student, teacher = (
-        torch.nn.Sequential(
-            *(torch.nn.Linear(width, width, bias=False, device=device, dtype=dtype) for _ in range(depth))
-        )
-        for depth in (2, 6)
-    )
+    student, teacher = (network(width, depth).to(device, dtype) for depth in (2, 6))
     optimizer = torch.optim.SGD(student.parameters(), lr=1e-6, fused=True)
     return student, teacher, optimizer, torch.randn(batch, width, device=device, dtype=dtype)
 

@@ -524,7 +524,8 @@ def test_packed_sequences_of_a_cuda_graph_may_change(name):
 
     def both():
         result = kernels.attention_packed(*tensors, starts, starts, 128, 128, causal=True)
-        return result, *torch.autograd.grad(result, tensors, torch.ones_like(result))
+        gradients = torch.autograd.grad(result, tensors, torch.ones_like(result))
+        return result.detach(), *gradients  # or the graph of autograd stays, with nodes of the stream that captured
 
     with kernels.using(backend=name):
         side = torch.cuda.Stream()
