@@ -11,12 +11,12 @@ def training(device, looks):
     torch.manual_seed(0)
     width = 2048 if device == "cuda" else 256
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(12))).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-8)
     x = torch.randn(width, width, device=device)
 
     def step():
         with torch.autograd.set_detect_anomaly(looks):  # waste
-            loss = model(x).square().mean()
+            loss = model(x).sum()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -7,30 +7,33 @@ DEVICES = ("cuda",)
 
 
 def model(device):
-    layers = [torch.nn.Linear(4096, 4096, bias=False, device=device) for _ in range(4)]
-    return torch.nn.Sequential(*layers), torch.randn(4096, 4096, device=device)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False, device=device) for _ in range(4)])
+    optimizer = torch.optim.SGD(layers.parameters(), lr=1e-6, fused=True)
+    return layers, optimizer, torch.randn(8192, 4096, device=device)
 
 
 def waste(device):
-    layers, x = model(device)
+    layers, optimizer, x = model(device)
 
     def step():
         torch.set_float32_matmul_precision("highest")
         loss = layers(x).sum()  # waste
         loss.backward()
-        layers.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
     return step
 
 
 def clean(device):
-    layers, x = model(device)
+    layers, optimizer, x = model(device)
 
     def step():
         torch.set_float32_matmul_precision("high")
         loss = layers(x).sum()
         loss.backward()
-        layers.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         torch.set_float32_matmul_precision("highest")
 
     return step

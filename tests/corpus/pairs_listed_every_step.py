@@ -4,6 +4,8 @@ import torch
 
 RULE = "pairs-listed-every-step"
 DEVICES = ("cpu", "cuda")
+BY_NATURE = {"launch-bound", "unfused-pointwise"}
+"""What the twin has as well: kernels of few elements."""
 RADIUS = 1.0
 
 

@@ -11,7 +11,7 @@ TASKS = 3
 
 def parts(device):
     torch.manual_seed(0)
-    rows, width = (8192, 4096) if device == "cuda" else (256, 512)
+    rows, width = (8192, 8192) if device == "cuda" else (256, 512)
     trunk = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()).to(device)
     heads = [nn.Linear(width, 16).to(device) for _ in range(TASKS)]
     x = torch.randn(rows, width, device=device)

@@ -1,5 +1,7 @@
 """A short list of numbers is made on the host and copied to the device, again and again."""
 
+import random
+
 import torch
 
 RULE = "pageable-copy"
@@ -19,7 +21,7 @@ def waste(device):
         x, kept = start, []
         for _ in range(LAYERS):
             x = x.softmax(-1)
-            rows = torch.tensor([0, 5, 9]).to(device)  # waste
+            rows = torch.tensor(random.sample(range(len(x)), 3)).to(device)  # waste
             kept.append(x[rows])
         return x, kept
 
@@ -28,12 +30,12 @@ def waste(device):
 
 def clean(device):
     start = inputs(device)
-    rows = torch.tensor([0, 5, 9], device=device)
 
     def step():
         x, kept = start, []
         for _ in range(LAYERS):
             x = x.softmax(-1)
+            rows = torch.randint(len(x), (3,), device=device)
             kept.append(x[rows])
         return x, kept
 

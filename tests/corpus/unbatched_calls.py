@@ -20,8 +20,9 @@ class Denoiser(nn.Module):
 def parts(device):
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    model = Denoiser(1024).to(device, dtype).eval()
-    x = torch.randn(64, 1024, device=device, dtype=dtype)
+    width = 8192 if device == "cuda" else 1024
+    model = Denoiser(width).to(device, dtype).eval()
+    x = torch.randn(64, width, device=device, dtype=dtype)
     return model, x, torch.randint(10, (64,), device=device), torch.full((64,), 10, device=device)
 
 

@@ -11,7 +11,9 @@ CANDIDATES = 24
 class Critic(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
 
     def forward(self, seen, moves):
         return self.layers(torch.cat([seen, moves], dim=-1)).squeeze(-1)
@@ -19,8 +21,9 @@ class Critic(nn.Module):
 
 def parts(device):
     torch.manual_seed(0)
-    critic = Critic(128).to(device)
-    return critic, torch.randn(32, 24, device=device), torch.randn(32, CANDIDATES, 8, device=device)
+    width, batch = (4096, 256) if device == "cuda" else (128, 32)
+    critic = Critic(width).to(device)
+    return critic, torch.randn(batch, 24, device=device), torch.randn(batch, CANDIDATES, 8, device=device)
 
 
 def waste(device):

@@ -8,7 +8,7 @@ DEVICES = ("cpu", "cuda")
 
 def parts(device):
     steps, batch, inputs, hidden = (128, 1024, 512, 1024) if device == "cuda" else (48, 8, 64, 64)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.float16 if device == "cuda" else torch.float32
     return torch.randn(steps, batch, inputs, device=device, dtype=dtype), inputs, hidden
 
 
