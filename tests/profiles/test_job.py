@@ -13,7 +13,7 @@ from nearpeak.profiles.job import RankReport
 from nearpeak.profiles.job_analysis import analyze_job
 from nearpeak.profiles.rank_timeline import OpTotal
 from nearpeak.render.text import text
-from nearpeak.render.views.job import document
+from nearpeak.render.views.job import document, ranks_picture
 
 
 def late_rank(activity, seconds=3e-3, rank=1, when=lambda step: True):
@@ -270,3 +270,12 @@ def test_a_step_of_buckets_without_a_delay_is_that_of_a_run_without_it(count, bu
     assert job.replayed_s == pytest.approx(job.step_s, rel=0.02)
     assert job.what_ifs[0].what == "rank 1's Python"
     assert job.what_ifs[0].step_s == pytest.approx(healthy.step_s, rel=0.01)
+
+
+def test_the_picture_has_a_bar_of_each_rank_and_names_the_late_one():
+    job = analyze_job(made_ranks(own=late_rank("input")), 3)
+    scene = ranks_picture(job)
+    texts = [shape.text for shape in scene.shapes if hasattr(shape, "text")]
+    assert {"rank 0", "rank 1 (late)", "rank 2", "input"} <= set(texts)
+    assert any(part.startswith("Rank 1 is late in every step") for part in texts)
+    assert "garbage collection" not in texts  # what no rank did is not in the legend

@@ -26,6 +26,7 @@ from nearpeak.render.picture.png import png
 from nearpeak.render.picture.scene import Scene
 from nearpeak.render.picture.svg import svg
 from nearpeak.render.text import text
+from nearpeak.render.views.job import ranks_picture
 from nearpeak.render.views.plan.sliders import Sliders
 from nearpeak.render.views.profile import ReportOptions, document, ops_csv, select_findings
 from nearpeak.render.views.profile_pictures import profile_roofline, profile_waterfall
@@ -69,6 +70,10 @@ def _perfetto(profile: Profile, options: ReportOptions) -> str:
 def _scene(profile: Profile, options: ReportOptions) -> Scene:
     if options.picture == "roofline":
         return profile_roofline(profile, _roofline_machine(profile))
+    if options.picture == "ranks" and profile.job is None:
+        raise UsageError("A profile of one process has no picture of ranks.")
+    if profile.job is not None and options.picture in (None, "ranks"):
+        return ranks_picture(profile.job)
     return profile_waterfall(profile, options.findings or ())
 
 

@@ -359,11 +359,11 @@ def _cell(cell: Cell, scale: float, digits: int) -> str | Name:
 
 
 def _common_unit(part: Table) -> tuple[float, str, int]:
-    """Seconds in a unit, its name, and the decimals that give the largest time of the first column three digits."""
-    column = next((i for i in range(len(part.headers)) if any(isinstance(row[i], Time) for row in part.rows)), None)
-    if column is None:
+    """Seconds in a unit, its name, and the decimals that give the largest time three digits."""
+    times = [cell.seconds for row in part.rows for cell in row if isinstance(cell, Time)]
+    if not times:
         return 1.0, "", 0
-    largest = max(cell.seconds for row in part.rows if isinstance(cell := row[column], Time))
+    largest = max(times)
     exponent = min(0, max(-9, 3 * math.floor(math.log10(largest) / 3))) if largest > 0.0 else 0
     scale = 10.0**exponent
     return scale, {0: "s", -3: "ms", -6: "us", -9: "ns"}[exponent], 1 if largest >= 100 * scale else 2

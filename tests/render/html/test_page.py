@@ -3,14 +3,21 @@
 import base64
 import dataclasses
 import hashlib
+import html
 import json
 import re
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from synthetic import profile
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "profiles"))
+from made_jobs import made_ranks  # type: ignore[import-not-found]
+
 from nearpeak.machines.catalogue import find
+from nearpeak.profiles.job_analysis import analyze_job
 from nearpeak.render.html.document import asset
 from nearpeak.render.html.profile import MOST_SPANS, SCRIPTS, data_json, profile_page
 from nearpeak.render.views.profile_roofs import ProfileRoofs
@@ -254,3 +261,24 @@ def test_a_timeline_begins_with_its_first_gap_or_kernel():
     assert early["gaps"]["start"][0] == 0 and early["start"][0] == 1_000_000
     without = data_of(profile_page(dataclasses.replace(made, gaps=())))["timeline"]
     assert without["start"][0] == 0 and without["gaps"]["cause"] == []
+
+
+def test_a_job_has_its_ranks_above_the_step_of_rank_0():
+    assert "Ranks side by side" not in profile_page(profile(5))
+    job = analyze_job(made_ranks(own=lambda rank, step: {"input": 3e-3} if rank == 1 else {}), 3)
+    content = profile_page(dataclasses.replace(profile(5), job=job))
+    assert content.index("Rank 1 is late in every step") < content.index("Where the time of a step goes")
+    assert content.count('aria-label="Where a step of each of 3 ranks goes.') == 1
+    assert ".np-f1{fill:light-dark(" in content  # the picture's colors follow the page
+    parsed = Parsed(content)
+    digest = base64.b64encode(hashlib.sha256(parsed.one("style").encode()).digest()).decode()
+    assert f"style-src 'sha256-{digest}'" in html.unescape(content)
+    assert not [attributes for _, attributes in parsed.tags if "style" in attributes]
+
+
+def test_hostile_names_of_a_job_stay_text():
+    job = analyze_job(made_ranks(own=lambda rank, step: {"input": 3e-3} if rank == 1 else {}), 3)
+    late = dataclasses.replace(job.late[0], where=HOSTILE, evidence=HOSTILE)
+    job = dataclasses.replace(job, late=(late,), notes=(HOSTILE,))
+    content = profile_page(dataclasses.replace(profile(5), job=job))
+    assert "<img" not in content and "alert(1)" in content

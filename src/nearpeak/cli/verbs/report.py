@@ -44,7 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--open", action="store_true", help="show the HTML report in the browser")
     output = parser.add_argument_group("what is shown")
     add_choices(output)
-    output.add_argument("--picture", choices=("waterfall", "roofline"), help="what .svg and .png show (waterfall)")
+    output.add_argument(
+        "--picture",
+        choices=("waterfall", "roofline", "ranks"),
+        help="what .svg and .png show (the ranks of a job, or else the waterfall)",
+    )
     output.add_argument("--dark", action="store_true", help="a .png for a dark page; an .svg follows its page")
     output.add_argument("--json", metavar="FILE", help="also write JSON to FILE; - writes JSON alone to stdout")
     traces = parser.add_argument_group("traces")
@@ -70,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     check_ignored_rules(item for item in arguments.ignore if item.partition("@")[0] not in known)
     options = dataclasses.replace(
         options_of(profile, arguments),
-        picture=arguments.picture or "waterfall",
+        picture=arguments.picture,
         dark=arguments.dark,
     )
     if arguments.json or not (arguments.save or arguments.open):

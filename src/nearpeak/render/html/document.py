@@ -93,8 +93,7 @@ def join_scripts(names: tuple[str, ...]) -> str:
 
 @cache
 def _style() -> str:
-    """All of the CSS, with the colors of pictures."""
-    return "\n".join((asset("style.css"), asset("plan.css"), _picture_colors()))
+    return "\n".join((asset("style.css"), picture_style(), asset("plan.css")))
 
 
 @cache
@@ -108,8 +107,8 @@ def csp_hash(content: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
-def _picture_colors() -> str:
-    """The colors that pictures bring as files of their own, as ones that follow the page."""
+def picture_style() -> str:
+    """Of pictures in a page: the colors that they bring as files of their own, as ones that follow the page."""
 
     def pair(colors: tuple[str, str]) -> str:
         return f"light-dark({colors[0]},{colors[1]})"
@@ -118,7 +117,7 @@ def _picture_colors() -> str:
     rules += [f".np-s{i}{{stroke:{pair(both)}}}.np-f{i}{{fill:{pair(both)}}}" for i, both in enumerate(COLORS)]
     rules += [f".np-page,.np-hollow{{fill:{pair(PAGE)}}}.picture text:not([class]){{fill:{pair(INK)}}}"]
     rules += [f".np-frame{{stroke:{pair(INK)}}}.np-grid{{stroke:{pair(FAINT)}}}.np-band{{fill:{pair(INK)}}}"]
-    return "\n".join(rules)
+    return "\n".join((asset("picture.css"), *rules))
 
 
 def _head(document: Document) -> Markup:

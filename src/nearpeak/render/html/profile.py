@@ -25,12 +25,22 @@ from nearpeak.profiles.excerpt import LONGEST_LINE, MOST_EXCERPTS, NEIGHBORS, So
 from nearpeak.profiles.finding import Finding
 from nearpeak.profiles.grade import grade_profile
 from nearpeak.profiles.idle import CAUSE_MEANINGS, CauseName, IdleCause
+from nearpeak.profiles.job import JobProfile
 from nearpeak.profiles.profile import DeviceKernel, Profile, ProfiledOp
 from nearpeak.profiles.waterfall import PART_MEANINGS
 from nearpeak.render.document import Block, CodeBlock, Document, Paragraph, Section, Table
-from nearpeak.render.html.document import PART_CLASSES, asset, blocks_html, code_parts, fill_page, join_scripts
+from nearpeak.render.html.document import (
+    PART_CLASSES,
+    asset,
+    blocks_html,
+    code_parts,
+    fill_page,
+    join_scripts,
+    picture_style,
+)
 from nearpeak.render.html.markup import Markup, element, joined, visible, visible_lines
 from nearpeak.render.text import count, short_name
+from nearpeak.render.views.job import job_sections
 from nearpeak.render.views.profile import (
     OP_COLUMNS,
     SMALLEST_CAUSE,
@@ -90,11 +100,12 @@ def profile_page(profile: Profile, *, machine: Machine | None = None, findings: 
         return fill_page(
             "page.html",
             script=join_scripts(SCRIPTS),
-            style=asset("style.css"),
+            style=asset("style.css") if profile.job is None else "\n".join((asset("style.css"), picture_style())),
             title=profile.source,
             content={
                 "head": _head(profile),
                 "card": _verdict(profile, report),
+                "job": _job(profile.job),
                 "waterfall": joined(*_section(report, "waterfall")),
                 "idle": _idle(profile),
                 "findings": _findings(profile, report, shown),
@@ -113,6 +124,19 @@ def _section(report: Document, id: str, missing: str = "") -> list[Markup]:
         if isinstance(part, Section) and part.id == id:
             return [*blocks_html(part.blocks, id, Explainer())]
     return [element("p", missing, class_="note")] if missing else []
+
+
+def _job(job: JobProfile | None) -> Markup:
+    """Who is late and why, and the ranks side by side: a card each; the other tables are folded."""
+    cards = []
+    for section in () if job is None else job_sections(job, full=True):
+        content = blocks_html(section.blocks, "job", Explainer())
+        if section.is_folded:
+            shown = element("details", element("summary", section.title), *content)
+        else:
+            shown = joined(element("h2", section.title), *content)
+        cards.append(element("section", shown, id=section.id, class_="card", aria_label=section.title))
+    return joined(*cards)
 
 
 def _head(profile: Profile) -> Markup:

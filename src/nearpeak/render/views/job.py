@@ -6,7 +6,10 @@ from collections.abc import Iterator
 
 from nearpeak.profiles.job import JobCollective, JobProfile, RankParts
 from nearpeak.profiles.rank_timeline import ACTIVITIES
-from nearpeak.render.document import Block, Cell, Document, Items, Paragraph, Section, Table, Time
+from nearpeak.render.document import Block, Cell, Document, Items, Paragraph, Picture, Section, Table, Time
+from nearpeak.render.picture.bars import Bar, stacked_bars
+from nearpeak.render.picture.scene import Scene
+from nearpeak.render.picture.svg import svg
 from nearpeak.units import percent, quantity
 from nearpeak.units import seconds as seconds_text
 
@@ -26,7 +29,8 @@ def document(job: JobProfile) -> Document:
 
 def job_sections(job: JobProfile, *, full: bool) -> Iterator[Section]:
     """The sections of a report about a job; not `full`, those of one screen."""
-    yield Section(id="job", title="Ranks", blocks=tuple(_summary(job)))
+    pictures = _pictures(job) if full else ()
+    yield Section(id="job", title="Ranks", blocks=(*_summary(job), *pictures))
     yield Section(id="ranks", title="Ranks side by side", blocks=(_ranks(job),))
     if not full:
         return
@@ -101,6 +105,31 @@ def _ranks(job: JobProfile) -> Table:
         rows=tuple(rows),
         note=" ".join(notes),
     ).without_empty_columns(1)
+
+
+def _pictures(job: JobProfile) -> Iterator[Picture]:
+    if job.ranks:
+        yield Picture(title="Where the step of each rank goes", svg=svg(ranks_picture(job)))
+
+
+def ranks_picture(job: JobProfile) -> Scene:
+    """A bar of each rank: its own activities, and then what it only waits for."""
+    shown = _shown(job)
+    late = {item.rank for item in job.late}
+    bars = [
+        Bar(
+            name=f"rank {parts.rank}{' (late)' * (parts.rank in late)}",
+            pieces=tuple(zip(ACTIVITIES, parts.seconds, strict=True)),
+        )
+        for parts in shown
+    ]
+    said = job_sentences(job)
+    return stacked_bars(
+        bars,
+        title=f"Where a step of each of {job.world_size} ranks goes",
+        subtitle=said[0] if said else "",
+        shown=seconds_text,
+    )
 
 
 def _waterfalls(job: JobProfile) -> Table:

@@ -75,7 +75,8 @@ class ReportOptions:
     """The command that shows the profile again: "nearpeak report @last"."""
     is_in_python: bool = False
     """Whether the reader is in Python, where methods and not options of a command show more."""
-    picture: Literal["waterfall", "roofline"] = "waterfall"
+    picture: Literal["ranks", "roofline", "waterfall"] | None = None
+    """What an .svg shows; None for the ranks of a job, or else the waterfall."""
     dark: bool = False
     """A PNG for a dark page; all other formats follow the reader's."""
 

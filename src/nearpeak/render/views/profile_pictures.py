@@ -21,7 +21,7 @@ from nearpeak.render.views.verdict import sentences, verdict_sentence
 from nearpeak.units import percent, seconds
 
 WIDTH = 960
-LEFT, RIGHT, TOP = 250, 40, 84
+LEFT, RIGHT, TOP = 270, 40, 84
 MARGIN = 28
 ROW, BAR = 34, 22
 LINE = 17
