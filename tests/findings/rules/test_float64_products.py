@@ -31,8 +31,12 @@ def test_a_network_in_float64_saves_about_half_of_its_time():
 
 @pytest.mark.parametrize(
     "step",
-    [lambda: network(torch.float32), lambda: network(torch.float32, lambda y: (y.double() @ y.double().t()).logdet())],
-    ids=["float32", "linear algebra in float64"],
+    [
+        lambda: network(torch.float32),
+        lambda: network(torch.float32, lambda y: (y.double() @ y.double().t()).logdet()),
+        lambda: network(torch.float64, lambda y: torch.linalg.cholesky(y.t() @ y).diagonal().log().sum().backward()),
+    ],
+    ids=["float32", "linear algebra in float64", "a factorization of what weights made"],
 )
 def test_others_are_not(step):
     assert not found_in(step(), RULE)
