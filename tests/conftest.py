@@ -42,6 +42,13 @@ def pytest_configure() -> None:
     os.environ["NEARPEAK_CACHE_DIR"] = _cache.name
 
 
+@pytest.fixture(autouse=True)
+def _errors_of_rules_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = sys.modules.get("nearpeak.findings.engine")  # imported here, it would slow tests that need no rules
+    if engine is not None:
+        monkeypatch.setattr(engine, "OWN_ERRORS_ARE_RAISED", True)
+
+
 def pytest_unconfigure() -> None:
     gc.unfreeze()
     _cache.cleanup()

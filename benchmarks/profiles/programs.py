@@ -65,8 +65,8 @@ FIRST_STEPS, MOST_STEPS = 3, 200
 PATIENCE_S = 300.0
 
 Device = Literal["cpu", "cuda"]
-Place = Literal["line", "beside", "function", "elsewhere"]
-PLACES: tuple[Place, ...] = ("line", "beside", "function", "elsewhere")
+Place = Literal["line", "call", "beside", "function", "elsewhere"]
+PLACES: tuple[Place, ...] = ("line", "call", "beside", "function", "elsewhere")
 
 
 class BadProgram(Exception):
@@ -84,6 +84,8 @@ class Seen:
     added_share: float
     """What it adds to the saving of all larger findings."""
     title: str
+    called_at: str = ""
+    """The line that calls the function of the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,9 @@ class Program:
         distance = min(abs(line - mark) for mark in self.marks[waste])
         if distance == 0:
             return "line", 0
+        caller, _, called_at = finding.called_at.rpartition(":")
+        if Path(caller).name == self.path.name and called_at in map(str, self.marks[waste]):
+            return "call", 0
         if distance <= BESIDE:
             return "beside", distance
         if any(self.function_of(line) == self.function_of(mark) for mark in self.marks[waste]):
@@ -397,6 +402,7 @@ class ProfileJob:
                 share=float(finding.share),
                 added_share=(after_s - before_s) / profile.long_run_s,
                 title=finding.title,
+                called_at=finding.called_at,
             )
             before_s = after_s
             if seen.share >= MIN_SHOWN_SHARE:
@@ -500,7 +506,7 @@ def report(results: Sequence[Result], device: str) -> str:
     """The table, what was missed, and the counts."""
     rows = [row for result in results for row in result.rows]
     wastes = [row for row in rows if row.is_waste and row.waste != "all"]
-    found = {place: sum(row.place == place for row in wastes) for place in ("line", "beside", "function", "missed")}
+    found = {place: sum(row.place == place for row in wastes) for place in (*PLACES, "missed")}
     judged = [row for row in rows if row.error is not None]
     within = {limit: sum(row.error <= limit for row in judged if row.error is not None) for limit in (CLOSE, NEAR)}
     clean = [result for result in results if not result.rows and not result.error]
@@ -525,7 +531,8 @@ def report(results: Sequence[Result], device: str) -> str:
     lines += [
         f"grades: {grades}",
         f"{len(results)} programs on {device}: {len(wastes)} wastes, {found['line']} found at the line, "
-        f"{found['beside']} within {BESIDE} lines, {found['function']} in the function, {found['missed']} missed",
+        + (f"{found['call']} at the call of the line that is named, " if found["call"] else "")
+        + f"{found['beside']} within {BESIDE} lines, {found['function']} in the function, {found['missed']} missed",
         f"{len(judged)} predictions: {within[CLOSE]} within {CLOSE:.0%}, {within[NEAR]} within {NEAR:.0%}",
         f"{len(clean)} clean programs: {loud} with a finding of {LARGE:.0%} or more",
         f"{seconds:.0f} s of profiles",

@@ -31,7 +31,7 @@ class SwitchLayer(nn.Module):
 
     def forward(self, inputs):
         x = inputs.flatten(0, 1)
-        tokens, width = x.shape  # noqa: RUF059
+        tokens, width = x.shape
         capacity = math.ceil(self.capacity_factor * tokens / self.count)
         probs = self.router(x).float().softmax(-1)
         gate, choice = probs.max(-1)

@@ -1,6 +1,7 @@
 """Findings have what each saves alone and all together, are merged by line, and can be silenced."""
 
 import dataclasses
+import inspect
 import runpy
 import sys
 
@@ -10,6 +11,7 @@ import torch
 import nearpeak
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.errors import UsageError
+from nearpeak.findings import engine
 from nearpeak.findings.engine import Waste, add_findings, add_rules, check_ignored_rules, find, forget_rule, rule, rules
 from nearpeak.findings.replay import HostPiece, ReplayedKernel, StepReplay, StepTimeline
 from nearpeak.findings.step import Step
@@ -26,8 +28,6 @@ pytestmark = pytest.mark.usefixtures("own_rules")
 @pytest.fixture
 def own_rules(monkeypatch):
     """Only the rules of a test, and none of them afterwards."""
-    from nearpeak.findings import engine
-
     rules()
     monkeypatch.setattr(engine, "_RULES", {})
 
@@ -349,6 +349,24 @@ def test_a_rule_of_the_user_that_fails_is_a_note(found):
         find(step)
 
 
+def test_a_rule_of_nearpeak_that_fails_costs_its_findings_and_not_the_report(monkeypatch):
+    def own(step):
+        return 1 / 0
+
+    own.__module__ = "nearpeak.findings.rules.own"
+    rule("own")(own)
+    rule("good")(lambda step: [waste(0, {0: 1.0})])
+    step = examined()
+    with pytest.raises(ZeroDivisionError):  # in tests
+        add_findings(step.profile, step.trace, step.machine, step.knows)
+    monkeypatch.setattr(engine, "OWN_ERRORS_ARE_RAISED", False)
+    profile = add_findings(step.profile, step.trace, step.machine, step.knows)
+    assert [finding.rule for finding in profile.findings] == ["good"]
+    assert profile.notes[-1] == (
+        "The rule own failed, which is an error of nearpeak: please report it: ZeroDivisionError: division by zero"
+    )
+
+
 def test_the_flow_of_data():
     step = examined()
     flow = step.flow
@@ -386,6 +404,52 @@ def test_a_fix_has_the_ops_and_the_real_modules_of_its_finding():
     assert found.modules == ("model.layers.0", "model.layers.1")
     assert found.module == "model.layers.*"
     assert found.fix == dataclasses.replace(fix, ops=(0, 1), modules=found.modules)
+
+
+class Enclosing(torch.nn.Module):
+    def __init__(self, two_callers):
+        super().__init__()
+        self.two_callers = two_callers
+
+    def forward(self, x):
+        table = doubled(x)
+        if self.two_callers:
+            table = doubled(table)
+        return table.relu()
+
+
+def doubled(x):
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("rule_name", "two_callers"), [("in-function", False), ("in-function", True), ("in-forward", False)]
+)
+def test_the_line_that_calls_a_function_is_named_beside_the_line_in_it(rule_name, two_callers):
+    """If one line calls it. The forward pass of a module is called at many."""
+    rule("in-function")(
+        lambda step: [waste(at, {at: 1.0}) for at, op in enumerate(step.ops) if op.packet == "aten.mul"]
+    )
+    rule("in-forward")(
+        lambda step: [waste(at, {at: 1.0}) for at, op in enumerate(step.ops) if op.packet == "aten.relu"]
+    )
+    module, x = torch.nn.Sequential(Enclosing(two_callers)), torch.ones(64, 64)
+    traced = trace(lambda: module(x), live=True)
+    profile = build_profile(
+        estimate_trace(traced, find_machine("h200-sxm")),
+        [DeviceKernel(name=op.name, start_s=at, seconds=1.0, op=at) for at, op in enumerate(traced.ops)],
+        wall_s=10.0, source="test", date="", device="made up",
+    )  # fmt: skip
+    step = Step(trace=traced, profile=profile, machine=find_machine("h200-sxm"), knows=frozenset(("storages", "lines")))
+    (found,) = (item for item in find(step)[0] if item.rule == rule_name)
+    if rule_name == "in-function" and not two_callers:
+        _, _, line = found.called_at.rpartition(":")
+        assert inspect.getsource(Enclosing).splitlines()[int(line) - inspect.getsourcelines(Enclosing)[1]].strip() == (
+            "table = doubled(x)"
+        )
+        assert found.where == f"{found.source}, called at line {line}"
+    else:
+        assert found.called_at == "" and found.where == found.source
 
 
 def test_a_line_of_an_installed_package_gets_a_remedy_for_the_model():

@@ -76,6 +76,15 @@ def test_a_look_counts_since_the_last_one_or_since_the_last_op(clock):
     }
 
 
+def test_a_look_that_comes_after_the_end_of_the_stretch_is_none(clock):
+    """Shares of a stretch are of the sum of its looks, which is never zero."""
+    measured = PythonTime()
+    measured._seconds[0] = 1.0
+    measured._saw(0, ("late",), clock.wall - 1.0)
+    measured._saw(0, ("at once",), clock.wall)
+    assert not measured.stretches()[0].stacks
+
+
 def test_a_tensor_that_is_made_of_a_long_list_is_at_its_line():
     values = [0.5] * 3_000_000
     live = LiveTrace()

@@ -27,6 +27,8 @@ from nearpeak.units import percent, seconds
 
 MIN_SAVED_SHARE = 0.001
 """Of the wall time. Findings that save less are not part of a profile."""
+OWN_ERRORS_ARE_RAISED = False
+"""Whether an error in a rule of nearpeak's ends the report, as in tests; for users it is a note."""
 _MAX_MENTIONED_IDLE_VALUE = 0.95
 """The reasoning mentions the clock if a second of idle time is worth less than this."""
 _WHOLE = 0.9
@@ -193,7 +195,8 @@ def find(
         step: The step.
         ignore: Names of rules, or "NAME@train.py:41" for one line.
         least_share: Of the wall time. Findings that save less are left out.
-        failures: Gets a sentence about each rule of the user's that raises an error; with None, the error is raised.
+        failures: Gets a sentence about each rule that raises an error, since a measurement is worth more than one of
+            its findings; with None, the error is raised.
     """
     check_ignored_rules(ignore)
     enabled = [item for item in rules().values() if item.name not in ignore]
@@ -207,9 +210,11 @@ def find(
                 try:
                     wastes += [(item.name, waste) for waste in item.look(step) if _saves_time(step, waste)]
                 except Exception as error:
-                    if failures is None or item.look.__module__.startswith("nearpeak."):
+                    is_own = item.look.__module__.startswith("nearpeak.")
+                    if failures is None or (is_own and OWN_ERRORS_ARE_RAISED):
                         raise
-                    failures.append(f"The rule {item.name} failed: {type(error).__name__}: {message_of(error)}")
+                    blame = ", which is an error of nearpeak: please report it" if is_own else ""
+                    failures.append(f"The rule {item.name} failed{blame}: {type(error).__name__}: {message_of(error)}")
     wastes = [(name, waste) for name, waste in wastes if not is_ignored(name, _source_line(step, waste), ignore)]
     groups = _predict(step, _merge_claims(step, list(_claims(step, wastes))))
     wall_s = step.profile.wall_s
@@ -584,6 +589,7 @@ def _finding(step: Step, group: _Group, long_run_s: float) -> Finding:
         idle_s=min(group.idle_s, group.saving_s),
         library=group.library,
         inside=_innermost_line(step, largest) if group.library and not group.library.startswith("torch.") else "",
+        called_at=step.caller_of(group.source, places) if group.source else "",
     )
 
 

@@ -108,6 +108,29 @@ class Step:
         stack = self.stack(index)
         return next((line for depth, line in enumerate(stack, 1) if stack[:depth] not in others), "")
 
+    @cached_property
+    def _modules_of_calls(self) -> Mapping[tuple[str, ...], str]:
+        """The module that a function on the stack belongs to, by the lines that lead to it; of two, the outer one."""
+        modules: dict[tuple[str, ...], str] = {}
+        for index, op in enumerate(self.ops):
+            calls = self.stack(index)[:-1]
+            if calls not in modules or len(op.module) < len(modules[calls]):
+                modules[calls] = op.module
+        return modules
+
+    def caller_of(self, line: str, members: Iterable[int]) -> str:
+        """The line that calls the function which a line is in, for ops below it; "" if several do, or if the function
+        is the forward pass of a module."""
+        found: set[str] = set()
+        for index in members:
+            stack = self.stack(index)
+            for depth in range(1, len(stack)):
+                if stack[depth] == line:
+                    inner, outer = (self._modules_of_calls.get(stack[:end], "") for end in (depth, depth - 1))
+                    found.add(stack[depth - 1] if inner == outer else "")
+                    break
+        return found.pop() if len(found) == 1 else ""
+
     def line_that_writes(self, *names: str) -> str:
         """The one line of the user's own that calls a class or sets an option of these names; "" if there are several.
 

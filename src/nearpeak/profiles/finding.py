@@ -67,10 +67,23 @@ class Finding(Result):
     """Whose code it is in: an installed package, or a class of torch's ("torch.nn.LSTMCell"); "" for the user's own."""
     inside: str = ""
     """The line of that package: "modeling_llama.py:210"."""
+    called_at: str = ""
+    """The one line that calls the function of `source`, where the change may belong as well; "" if there are several,
+    or if it is the forward pass of a module."""
 
     def __repr__(self) -> str:
-        where = self.source or self.module or "the step"
-        return headline(f"{self.rule} at {where}: saves {self.saving_text}")
+        return headline(f"{self.rule} at {self.where}: saves {self.saving_text}")
+
+    @property
+    def where(self) -> str:
+        """The line and the one that calls its function, or else the module: "model.py:29, called at line 46"."""
+        if not self.source:
+            return self.module or "the step"
+        if not self.called_at:
+            return self.source
+        name, _, line = self.called_at.rpartition(":")
+        is_near = name == self.source.rpartition(":")[0]
+        return f"{self.source}, called at {f'line {line}' if is_near else self.called_at}"
 
     @property
     def found_s(self) -> float:

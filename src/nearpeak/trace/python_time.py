@@ -123,8 +123,9 @@ class PythonTime:
         if stack is not None:
             since = max(self._looked_s, self._left[0])
             self._looked_s = max(self._looked_s, now)
-            stacks = self._stacks.setdefault(op, {})
-            stacks[stack] = stacks.get(stack, 0.0) + max(0.0, now - since)
+            if now > since:  # not where an op has ended while this thread waited to look
+                stacks = self._stacks.setdefault(op, {})
+                stacks[stack] = stacks.get(stack, 0.0) + now - since
 
 
 def _caller() -> FrameType | None:

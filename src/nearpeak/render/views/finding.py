@@ -11,7 +11,7 @@ from nearpeak.units import percent, seconds
 
 def document(finding: Finding) -> Document:
     """What is wasted, where, why, and what to write instead."""
-    where = elide_start(finding.source) or elide_start(finding.module) or "the step"
+    where = elide_start(finding.where, 60)
     places = f", {finding.places:,} places" if finding.places > 1 else ""
     return Document(
         title=f"{finding.rule} at {where}{places}",

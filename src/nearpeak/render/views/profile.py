@@ -298,7 +298,7 @@ def together_sentence(profile: Profile, findings: Sequence[Finding]) -> str:
 
 def _finding(number: int, finding: Finding, *, with_saving: bool) -> Details:
     places = f", {finding.places} places" if finding.places > 1 else ""
-    where = elide_start(finding.source) or elide_start(finding.module) or "the step"
+    where = elide_start(finding.where, 60)
     if finding.library:
         where += f" (in {plain(' '.join((finding.library, finding.inside)).strip(), 60)})"
     saving = f"{finding.saving_text}: " if with_saving else ""

@@ -128,7 +128,7 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
 def _what_and_where(group: Sequence[Finding], trusted: bool) -> str:
     first = group[0]
     saving = saving_text(group) + ": " if trusted else ""
-    where = elide_start(first.source) or elide_start(first.module)
+    where = elide_start(first.where, 60) if first.source or first.module else ""
     inside = f", in {plain(first.library.removeprefix('torch.'), 24)}" if first.library else ""
     return f"{saving}{group_name(group)}{f' at {where}' if where else ''}{inside}"
 
