@@ -280,7 +280,11 @@ def _form(op: Op) -> str:
 def _pass(
     kernel: Kernel, form: str, *, reads: float | None = None, writes: float | None = None, count: int = 0
 ) -> float:
-    """One elementwise kernel of some form over `count` elements, those of the result where it is 0."""
+    """One elementwise kernel of some form over `count` elements, those of the result where it is 0.
+
+    The first blocks of a kernel that computes indices or casts take longer than those that load vectors, and hide what
+    the others do meanwhile.
+    """
     op = kernel.op
     tensors = [tensor for tensor in (*op.inputs, *op.written) if tensor.elements > 1]
     count = count or _elements(*op.written) or _elements(*op.inputs)
@@ -293,8 +297,13 @@ def _pass(
         cycles *= kernel["transposed.near"] if inner <= 64 else 1.0
     name = op.packet.removeprefix("aten.").removesuffix("_")
     special = kernel.get(f"instructions.{name}", 0.0) / 128
-    fixed = kernel[f"{form}.fixed"] + (kernel["elementwise.half"] if item < 4 and form != "vector" else 0.0)
-    return fixed + _both(kernel.memory(reads, writes), kernel.cycles(count * max(cycles, special)))
+    work = _both(kernel.memory(reads, writes), kernel.cycles(count * max(cycles, special)))
+    if form == "vector":
+        return kernel["vector.fixed"] + work
+    first = kernel[f"{form}.fixed"] + (kernel["elementwise.half"] if item < 4 else 0.0)
+    if form == "mixed" and len([tensor for tensor in op.inputs if tensor.elements > 1]) > 1:
+        first += kernel["mixed.operand"]
+    return _both(first, kernel["vector.fixed"] + work)
 
 
 _FILLS = (
@@ -337,21 +346,24 @@ def _contiguous(tensor: Tensor) -> bool:
 def _masked_copy(kernel: Kernel) -> float:
     """A copy, and a fill of it in place."""
     size = kernel.op.outputs[0].bytes
-    return (
-        kernel["vector.fixed"] + kernel.memory(reads=size, writes=size) + _pass(kernel, _form(kernel.op), writes=size)
-    )
+    copied = kernel["vector.fixed"] + kernel.memory(reads=size, writes=size)
+    return copied + kernel["gpu.gap"] + _pass(kernel, _form(kernel.op), writes=size)
 
 
 @model("aten.constant_pad_nd")
 def _pad(kernel: Kernel) -> float:
     """A fill, and a copy into the middle."""
-    return _fill(kernel) + _pass(kernel, "permuted")
+    return _fill(kernel) + kernel["gpu.gap"] + _pass(kernel, "permuted")
 
 
 @model("aten.roll", "aten.pixel_shuffle", "aten.pixel_unshuffle")
 def _rolled(kernel: Kernel) -> float:
-    """An index with a division for each element."""
-    return kernel["rolled.fixed"] + _both(
+    """An index with a division for each element. Pixels are shuffled by a copy of a view in another order."""
+    fixed = kernel["rolled.fixed"]
+    if kernel.op.packet != "aten.roll":
+        narrow = any(tensor.item_bytes < 4 for tensor in kernel.op.written)
+        fixed = kernel["permuted.fixed"] + (kernel["elementwise.half"] if narrow else 0.0)
+    return fixed + _both(
         kernel.memory(), kernel.cycles(_elements(*kernel.op.written) * kernel["rolled.element"])
     )
 
@@ -370,6 +382,8 @@ def _generated(kernel: Kernel) -> float:
     cycles = kernel[f"generated.{_RANDOM[kernel.op.packet]}"]
     count = _elements(*kernel.op.outputs) or _elements(*kernel.op.written)
     fixed = kernel["fill.fixed" if _RANDOM[kernel.op.packet] == "arange" else "generated.fixed"]
+    if kernel.op.packet == "aten.native_dropout" and count % 4:  # no vectors: a load of its own for each element
+        fixed += kernel["generated.dropout_one_by_one"]
     return fixed + _both(kernel.memory(), kernel.cycles(count * cycles))
 
 
@@ -543,12 +557,12 @@ def _softmax(kernel: Kernel) -> float:
             count *= kernel["softmax.warp_long"]
         return (
             kernel["softmax.warp_fixed"]
-            + kernel["softmax.warp_row"] * padded / _WARP_ROW
+            + kernel["softmax.warp_row_forward"] * padded / _WARP_ROW
             + _both(kernel.memory() * kernel["softmax.bytes"], kernel.cycles(count * kernel["softmax.warp_element"]))
         )
     if lines.length <= _REGISTER_ROW:
         return _register_rows(kernel, lines)
-    return _block_rows(kernel, lines, again=2)
+    return _long_rows(kernel, lines)
 
 
 _REGISTER_ROW = 9 * 1024
@@ -564,46 +578,74 @@ def _register_rows(kernel: Kernel, lines: _Lines) -> float:
     return kernel["softmax.fixed"] + _both(kernel.memory() * kernel["softmax.bytes"], max(alone, together))
 
 
-def _block_rows(kernel: Kernel, lines: _Lines, *, again: int, backward: bool = False) -> float:
-    """A block for each row: vectors of 16 bytes, and exchanges between the threads.
+def _long_rows(kernel: Kernel, lines: _Lines) -> float:
+    """A block of 1024 threads for each row, which loads vectors of 16 bytes.
 
-    The forward has 1024 threads, of which a multiprocessor has one block where the row is in shared memory; the
-    backward has half as many as there are vectors. A row that does not fit on the chip is read `again`: from the cache,
-    as long as the rows in flight fit there.
+    A row of whole vectors that fits in shared memory is read once. Others are read three times, for the largest, the
+    sum and the result: from the cache, as long as the rows in flight fit there.
     """
     rows, row_bytes = lines.elements / lines.length, lines.length * lines.item
+    steps = math.ceil(row_bytes / 16 / 1024)
+    memory = kernel.memory() * kernel["softmax.bytes"]
+    on_chip = row_bytes <= kernel["softmax.on_chip"] and row_bytes % 16 == 0
+    if on_chip:
+        steps *= kernel["softmax.shared_steps"]
+    else:
+        steps *= 3
+        in_flight = min(rows, 2 * kernel.gpu.processors) * row_bytes
+        speed = kernel.gpu.cache_bandwidth if in_flight < kernel["softmax.cached"] else kernel.gpu.bandwidth
+        memory += 2 * lines.elements * lines.item / speed
+    block = kernel["softmax.long_row"] + steps * kernel["softmax.long_step"]
+    waves = max(1.0, rows / kernel.gpu.processors)
+    return kernel["softmax.fixed"] + _both(memory, waves * block)
+
+
+def _long_rows_backward(kernel: Kernel, lines: _Lines) -> float:
+    """A block for each row of half as many threads as there are vectors of 16 bytes; rows off the chip are read twice."""
+    rows, row_bytes = lines.elements / lines.length, lines.length * lines.item
     fits = row_bytes <= kernel["softmax.on_chip"]
-    threads, beside = 1024, 1 if fits else 2
-    if backward:
-        threads = max(32, 1 << math.ceil(math.log2(min(row_bytes / 16, 1024.0) / 2)))
-        beside = 2048 // threads
+    threads = max(32, 1 << math.ceil(math.log2(min(row_bytes / 16, 1024.0) / 2)))
+    beside = 2048 // threads
     steps = math.ceil(row_bytes / 16 / threads)
     memory = kernel.memory() * kernel["softmax.bytes"]
     if not fits:
-        steps *= 1 + again
+        steps *= 2
         in_flight = kernel.gpu.processors * beside * row_bytes
         speed = kernel.gpu.cache_bandwidth if in_flight < kernel["softmax.cached"] else kernel.gpu.bandwidth
-        memory += again * lines.elements * lines.item / speed
+        memory += lines.elements * lines.item / speed
     waves = max(1.0, rows / (kernel.gpu.processors * beside))
     block = kernel["softmax.row"] + steps * kernel["softmax.step"]
     return kernel["softmax.fixed"] + _both(memory, waves * block)
 
 
-def _down_columns(kernel: Kernel, lines: _Lines, *, passes: float) -> float:
-    """A thread for each column: its elements one after the other, in several passes."""
+def _down_columns(kernel: Kernel, lines: _Lines, *, passes: int, backward: bool = False) -> float:
+    """A thread for each column: its elements one after the other, in several passes.
+
+    The first pass waits for memory at each element, later ones for what is nearer, where all of the data fit there.
+    """
     threads = min(lines.inner, 1024)
     beside = 1
     if threads <= 64 and lines.length >= 64:
         while threads * beside <= 512 and beside <= lines.length:
             beside *= 2
-    step = kernel["columns.step"] + kernel["columns.thread"] * threads * beside / 1024
-    if beside > 1:  # the threads of a warp are in different rows
-        step *= kernel["columns.apart"]
-    if threads * lines.length * lines.item <= 2**16:  # later passes find the data on the chip
-        passes = 1 + (passes - 1) * kernel["columns.again"]
+    share = threads * beside / 1024
+    first = kernel["columns.step"] + kernel["columns.thread"] * share
+    again = kernel["columns.near"] + kernel["columns.near_thread"] * share
+    if lines.elements * lines.item > kernel["softmax.cached"]:
+        again = first
+    if beside > 1 and lines.elements * lines.item > _ON_CHIP:  # the threads of a warp are in different rows
+        lines_of_warp = 1 + kernel["columns.apart"] * min(1.0, lines.inner * lines.item / 128)
+        first, again = first * lines_of_warp, again * lines_of_warp
+    if backward:
+        first = again = kernel["columns.backward_step"]
     blocks = lines.outer * math.ceil(lines.inner / threads)
     waves = math.ceil(blocks / (kernel.gpu.processors * 2))
-    return kernel["columns.fixed"] + max(kernel.memory(), waves * passes * math.ceil(lines.length / beside) * step)
+    steps = math.ceil(lines.length / beside)
+    return kernel["columns.fixed"] + max(kernel.memory(), waves * steps * (first + (passes - 1) * again))
+
+
+_ON_CHIP = 2**16
+"""Bytes that later passes of a block surely find in the nearest cache."""
 
 
 @model("aten._softmax_backward_data", "aten._log_softmax_backward_data")
@@ -613,13 +655,13 @@ def _softmax_backward(kernel: Kernel) -> float:
     lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
     product = 0.0 if "log" in op.packet else _pass(kernel, "vector")
     if lines.inner > 1:
-        return product + _down_columns(kernel, lines, passes=2)
+        return product + _down_columns(kernel, lines, passes=2, backward=True)
     if lines.length <= _WARP_ROW:
         padded = 1 << math.ceil(math.log2(max(2, lines.length)))
         start = kernel["softmax.warp_fixed"] + kernel["softmax.warp_row"] * padded / _WARP_ROW
         work = kernel.cycles(lines.elements / lines.length * padded * kernel["softmax.warp_backward"])
         return product + start + _both(kernel.memory() * kernel["softmax.bytes"], work)
-    return product + _block_rows(kernel, lines, again=1, backward=True)
+    return product + _long_rows_backward(kernel, lines)
 
 
 def _row_steps(kernel: Kernel, rows: float, width: float) -> float:
@@ -638,11 +680,35 @@ def _layer_norm(kernel: Kernel) -> float:
     rows = source.elements / max(1, width)
     simple = kernel["layer_norm.squares"] if "rms" in op.packet else 1.0
     read = source.bytes * (1 + simple * (kernel["layer_norm.reads"] - 1))
-    seconds = kernel["layer_norm.fixed"] + _both(
+    if width % 4:
+        return _norm_without_vectors(kernel, source, rows, width)
+    return kernel["layer_norm.fixed"] + _both(
         kernel.memory(reads=read, writes=source.bytes), simple * _row_steps(kernel, rows, width)
     )
-    aligned = width % 8 == 0 if source.item_bytes < 4 else width % 4 == 0
-    return seconds if aligned else seconds * kernel["layer_norm.unaligned"]
+
+
+def _norm_without_vectors(kernel: Kernel, source: Tensor, rows: float, width: float) -> float:
+    """Moments by blocks of 512 threads for a row each, and a pass by blocks of 256: an element at a time.
+
+    A block alone waits for its loads; where a multiprocessor is full, its blocks share the instructions.
+    """
+    moments = _thread_rows(kernel, rows, width, 512, "moments")
+    results = _thread_rows(kernel, rows, width, 256, "results")
+    return (
+        2 * kernel["layer_norm.fixed"]
+        + kernel["gpu.gap"]
+        + max(moments, kernel.memory(writes=0.0))
+        + max(results, kernel.memory(writes=source.bytes))
+    )
+
+
+def _thread_rows(kernel: Kernel, rows: float, width: float, threads: int, name: str) -> float:
+    """Seconds of blocks of so many threads for a row each."""
+    waves = rows / (kernel.gpu.processors * (2048 // threads))
+    steps = math.ceil(width / threads)
+    step = kernel["layer_norm.one_by_one"] + min(1.0, waves) * kernel["layer_norm.one_by_one_beside"]
+    start = kernel["layer_norm.moments"] if name == "moments" else 0.0
+    return max(1.0, waves) * (start + steps * step)
 
 
 @model("aten.native_layer_norm_backward", "aten._fused_rms_norm_backward")
@@ -655,13 +721,31 @@ def _layer_norm_backward(kernel: Kernel) -> float:
     gradient, source = op.inputs[:2]
     width = math.prod(op.arguments.get("normalized_shape", source.shape[-1:]))
     rows = source.elements / max(1, width)
-    first = _both(
-        kernel.memory(reads=kernel["layer_norm_backward.reads"] * source.bytes, writes=source.bytes),
-        kernel["layer_norm_backward.rows"] * _row_steps(kernel, rows, width),
-    )
-    second = kernel.memory(reads=2 * source.bytes, writes=0.0) * kernel["layer_norm_backward.sums"]
+    waves = max(1.0, rows / (kernel.gpu.processors * 16))
+    block = kernel["layer_norm_backward.row"] + width / 512 * kernel["layer_norm_backward.step"]
+    first = _both(kernel.memory(reads=kernel["layer_norm_backward.reads"] * source.bytes, writes=source.bytes), waves * block)
+    if width % 4:
+        first *= kernel["layer_norm_backward.one_by_one"]
     copied = 0.0 if _contiguous(gradient) else _pass(kernel, "permuted", reads=gradient.bytes, writes=source.bytes)
+    second = _column_sums(kernel, source, rows, width) + kernel["gpu.gap"] if len(op.outputs) > 1 else 0.0
     return copied + kernel["layer_norm_backward.fixed"] + first + second
+
+
+_SUMMED_APART = 64 * 1024
+"""More rows than this are added up in parts, where the columns give less than half of the multiprocessors a block."""
+
+
+def _column_sums(kernel: Kernel, source: Tensor, rows: float, width: float) -> float:
+    """Gradients of the weights of a norm: a block for 32 columns goes through all rows, 256 of them at a time."""
+    blocks = math.ceil(width / 32)
+    memory = kernel.memory(reads=2 * source.bytes, writes=0.0)
+    if rows > _SUMMED_APART and blocks < kernel.gpu.processors // 2:
+        return memory * kernel["layer_norm_backward.sums"] + kernel["layer_norm_backward.parts"]
+    near = 2 * source.bytes < kernel["softmax.cached"]  # the gradient of the input has read both
+    step = kernel["layer_norm_backward.near_step" if near else "layer_norm_backward.far_step"]
+    block = kernel["layer_norm_backward.block"] + math.ceil(rows / 256) * step
+    waves = max(1.0, blocks / (2 * kernel.gpu.processors))
+    return _both(0.0 if near else memory, waves * block)
 
 
 @model("aten.native_group_norm", "aten.native_group_norm_backward")
@@ -696,18 +780,13 @@ def _batch_norm(kernel: Kernel) -> float:
             walk = places * kernel["batch_norm.given_element"] / kernel.gpu.clock
         return kernel["batch_norm.given_cudnn"] + passing + walk
     if given and not backward:
-        return kernel["batch_norm.given"] + passing
+        walk = (_last_rows(channels, length) - 4) * kernel["batch_norm.given_step"] if last else 0.0
+        return kernel["batch_norm.given"] + max(passing, walk)
     if last and "cudnn" in op.packet and not backward:  # read twice, for moments and for results
         return kernel["cudnn_batch_norm.fixed"] + 2 * passing
     if last:
-        # 512 threads in 2 dimensions: rows are spread until a thread has 16 elements, of which it loads 4 at a time.
-        down = min(32, 1 << math.ceil(math.log2(max(1.0, length / 16))))
-        down = max(512 // min(channels, 32), 512 // down) if channels < 32 else max(1, min(down, 16))
-        spread = min(128, math.ceil(length / (16 * down)))
-        steps = math.ceil(length / (spread * down * 4))
-        return (
-            kernel["batch_norm.last"] + steps * kernel["batch_norm.last_step"] + passing * kernel[f"{kind}.last_passes"]
-        )
+        walk = _last_rows(channels, length) * kernel["batch_norm.last_step"]
+        return kernel["batch_norm.last"] + walk + passing * kernel[f"{kind}.last_passes"]
     if "cudnn" in op.packet:
         kind = f"cudnn_{kind}"
     block = kernel[f"{kind}.channel"] + kernel[f"{kind}.step"] * length / 512
@@ -717,18 +796,34 @@ def _batch_norm(kernel: Kernel) -> float:
     return seconds + passing if "cudnn" not in op.packet and not backward else max(seconds, passing)
 
 
+def _last_rows(channels: int, length: float) -> int:
+    """How many times a thread of a batch norm with channels last loads, 4 elements at once.
+
+    A block has 512 threads in 2 dimensions, and rows are spread over blocks until a thread has 16 elements.
+    """
+    down = min(32, 1 << math.ceil(math.log2(max(1.0, length / 16))))
+    down = max(512 // min(channels, 32), 512 // down) if channels < 32 else max(1, min(down, 16))
+    spread = min(128, math.ceil(length / (16 * down)))
+    return math.ceil(length / (spread * down * 4))
+
+
+def _picked_steps(rows: int) -> int:
+    """How many rows a thread of the one block has, which has a thread for about 16 of them, from 32 to 1024."""
+    threads = min(1024, max(32, 1 << round(math.log2(max(1.0, rows / 16)))))
+    return math.ceil(rows / threads)
+
+
 @model("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 def _picked(kernel: Kernel) -> float:
-    """One block adds up one element of each row: a thread for about 16 rows, from 32 to 1024 of them."""
-    rows = kernel.op.inputs[1].elements
-    threads = min(1024, max(32, 1 << round(math.log2(max(1.0, rows / 16)))))
-    return kernel["picked.fixed"] + math.ceil(rows / threads) * kernel["picked.step"]
+    """One block adds up one element of each row."""
+    return kernel["picked.fixed"] + _picked_steps(kernel.op.inputs[1].elements) * kernel["picked.step"]
 
 
 @model("aten.nll_loss_backward", "aten.nll_loss2d_backward")
 def _picked_backward(kernel: Kernel) -> float:
-    """A fill, and a write into each row."""
-    return _fill(kernel) + kernel["picked.backward"]
+    """A fill, and one block that writes into each row."""
+    steps = _picked_steps(kernel.op.inputs[2].elements) if "2d" not in kernel.op.packet else 1
+    return _fill(kernel) + kernel["picked.backward"] + steps * kernel["picked.backward_step"]
 
 
 @model("loss")
@@ -784,8 +879,14 @@ def _scattered(kernel: Kernel) -> float:
     fixed = kernel.get(f"scattered.{name}_fixed", kernel["scattered.fixed"])
     if name == "scatter" and "src" not in op.arguments:  # one value, which no element fetches
         fixed = kernel["scattered.value_fixed"]
+    if name in ("gather", "scatter", "scatter_add"):  # a thread has up to 8 elements, one after the other
+        first = kernel["scattered.first"]
+        fixed *= first + (1 - first) * min(8, math.ceil(count / 128)) / 8
     seconds = fixed + kernel.cycles(count * cycles)
-    if name in ("gather", "scatter", "scatter_add", "take", "put") and table > kernel["scattered.cached"]:
+    if name == "take":  # a sector of memory for each element, as far as the table has so many
+        moved = sum(tensor.bytes for tensor in (*index, *op.outputs)) + min(table, 32.0 * count)
+        return fixed + _both(moved / kernel.gpu.bandwidth, kernel.cycles(count * cycles))
+    if name in ("gather", "scatter", "scatter_add", "put") and table > kernel["scattered.cached"]:
         seconds += count * kernel["scattered.far"] / kernel.gpu.bandwidth  # each access fetches a line from memory
     whole = [tensor for tensor in op.outputs if not op.mutated and name not in ("gather", "take")]
     for tensor in whole:  # out of place: the table is copied first
@@ -917,13 +1018,14 @@ def _pooling(kernel: Kernel) -> float:
             return kernel["pooling.fixed"] + max(kernel.memory(), waves * planes * kernel["pooling.plane"])
         many = source if backward else out
         cycles = kernel[f"pooling.{kind}{'_backward' * backward}"]
+        if kind == "nearest" and not backward and dimensions == 2 and out.shape[1] > 1 and out.strides[1] == 1:
+            cycles *= kernel["pooling.nearest_last"]
         fill = source.bytes / kernel.gpu.bandwidth if backward and kind == "linear" else 0.0
         return kernel["pooling.fixed"] + fill + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
     if "adaptive" in name:
         many = source if not backward else out
         if not backward and source.shape[1] > 1 and source.strides[1] == 1:
-            # Channels last, a thread for each channel goes through all places of an image.
-            walk = math.prod(source.shape[2:]) * kernel["pooling.adaptive_place"]
+            walk = _adaptive_last_steps(source, out) * kernel["pooling.adaptive_place"]
             return kernel["pooling.fixed"] + _both(kernel.memory(), walk)
         if not backward:
             # A block of 256 threads for each plane, whose threads read the window of one result each.
@@ -951,6 +1053,8 @@ def _pooling(kernel: Kernel) -> float:
         fill = 0.0
         many = out
         cycles = (kernel["pooling.result"] + kernel["pooling.tap"] * taps) * deep
+        if last and "avg" in name:
+            cycles *= kernel["pooling.average_last"]
     waits = taps * kernel["pooling.wait"]
     if last and "max" in name:
         waits = taps * _last_steps(out, 2 if backward else 4, kernel.gpu.processors) * kernel["pooling.last_step"]
@@ -961,6 +1065,21 @@ def _by_dimension(value: Any, dimensions: int) -> Sequence[int]:
     """An argument that has a number for each dimension, or one for all."""
     numbers = _numbers(value)
     return numbers if len(numbers) == dimensions else (numbers[0],) * dimensions
+
+
+def _adaptive_last_steps(source: Tensor, out: Tensor) -> float:
+    """How many elements a thread adds up one after the other in an adaptive average with channels last.
+
+    Blocks of up to 1024 threads lie along channels, width and height; a thread has up to 4 channels and 2 x 2 results.
+    """
+    channels, height, width = out.shape[1:]
+    power = lambda size: 1 << int(math.log2(max(1, size)))  # noqa: E731
+    wide = min(power(width), 1024 // min(power(channels), 32))
+    high = min(power(height), 1024 // min(power(channels), 32) // wide)
+    across = min(power(channels), 1024 // (wide * high))
+    taps = math.prod(math.ceil(size / few) for size, few in zip(source.shape[2:], out.shape[2:], strict=True))
+    own = min(2, math.ceil(height / high)) * min(2, math.ceil(width / wide)) * min(4, math.ceil(channels / across))
+    return float(own * taps)
 
 
 def _last_steps(out: Tensor, most: int, processors: int) -> float:
@@ -1055,28 +1174,50 @@ def _largest_prime(number: int) -> int:
     return max(largest, number)
 
 
+_DIRECT_PRIME = 127
+"""Lengths with a larger prime factor are transformed by a convolution (Bluestein's algorithm)."""
+_WHOLE_CHIP = 16384
+"""A transform of so many points needs the shared memory of a multiprocessor for itself."""
+
+
 @model("fourier")
 def _fourier(kernel: Kernel) -> float:
-    """A pass for each dimension, two for long ones."""
+    """A pass for each dimension. Blocks that have a multiprocessor for themselves load, compute and store in turns."""
     op = kernel.op
     dims = op.arguments.get("dim") or (-1,)
     length = max(op.inputs[0].shape[int(dim)] for dim in dims) if op.inputs[0].shape else 1
-    passes = len(dims) * (1.0 if length <= 8192 else kernel["fourier.long"])
-    turned = kernel["fourier.inverse"] if "c2r" in op.packet else 1.0
+    passes = float(len(dims))
+    inverse = "c2r" in op.packet
+    turned = kernel["fourier.inverse"] if inverse else 1.0
     size = int(op.arguments.get("last_dim_size") or length)
-    fixed = kernel["fourier.fixed"] * len(dims)
-    if _largest_prime(size) > 7:  # by convolution, with transforms of another length
-        turned *= kernel["fourier.odd"]
+    fixed = kernel["fourier.fixed"] * len(dims) + kernel["gpu.gap"] * (len(dims) - 1)
+    if inverse:  # a copy, the other half of the numbers, and the scale have kernels of their own
+        fixed += kernel["fourier.inverse_fixed"]
+    prime = _largest_prime(size)
+    if prime > 7:
+        turned *= kernel["fourier.odd"] * (kernel["fourier.long"] if size > 8192 else 1.0)
+    if prime > _DIRECT_PRIME:
         fixed += kernel["fourier.odd_fixed"]
     # A transform is one block's, with some points for each thread; of real numbers two make one complex point.
-    points = min(16384, size if "c2c" in op.packet else size // 2)
+    points = min(2 * _WHOLE_CHIP, size if "c2c" in op.packet else size // 2)
     block = len(dims) * points * kernel["fourier.point"]
-    return fixed + max(block, passes * turned * kernel.memory() * kernel["fourier.bytes"])
+    memory = passes * turned * kernel.memory() * kernel["fourier.bytes"]
+    if points < _WHOLE_CHIP or prime > 7:
+        return fixed + max(block, memory)
+    rows = op.inputs[0].elements / length
+    return fixed + memory + max(1, math.ceil(rows / kernel.gpu.processors)) * block
+
+
+_LISTED = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
+"""How many tensors of each list one launch has, by the number of lists."""
 
 
 @model("optimizer")
 def _lists(kernel: Kernel) -> float:
-    """Blocks of up to 65536 elements of one tensor; a launch has some hundred of them."""
+    """Blocks of up to 65536 elements of one tensor; a launch has up to 320 of them, of some tens of tensors.
+
+    A block goes through its elements 2048 at a time. A fused step of SGD computes and loads less than one of Adam.
+    """
     op = kernel.op
     tensors = op.written or op.inputs
     name = "fused" if "fused" in op.packet else "foreach"
@@ -1085,12 +1226,27 @@ def _lists(kernel: Kernel) -> float:
     chunks //= lists
     launches = math.ceil(chunks / 320)
     longest = min(65536, _elements(*tensors))
-    block = longest * kernel[f"{name}.block_element"]
-    count = sum(tensor.elements for tensor in tensors) / lists
     # Vectors of four elements where all tensors have whole ones.
-    one_by_one = kernel["foreach.one_by_one"] if any(tensor.elements % 4 for tensor in tensors) else 1.0
-    work = kernel.cycles(count * kernel[f"{name}.element"] * one_by_one)
-    return launches * kernel[f"{name}.fixed"] + block + _both(kernel.memory() * kernel[f"{name}.bytes"], work)
+    one_by_one = any(tensor.elements % 4 for tensor in tensors)
+    if name == "fused":
+        launches = max(launches, math.ceil(len(tensors) / lists / _LISTED.get(lists, 30)))
+        share = kernel["fused.simple"] if "sgd" in op.packet or "adagrad" in op.packet else 1.0
+        wait = kernel["fused.one_by_one_step"] if one_by_one else kernel["fused.step"]
+        cycles = kernel["fused.element"] * (kernel["fused.one_by_one"] if one_by_one else 1.0)
+        alone = share * math.ceil(longest / 2048) * wait
+        beside = share * longest * cycles / kernel.gpu.clock
+        full = chunks / launches if launches > math.ceil(chunks / 320) else 320.0
+        blocks = [full] * (launches - 1) + [chunks - full * (launches - 1)]
+        memory = kernel.memory() * kernel["fused.bytes"] / max(1, chunks)
+        return sum(
+            kernel["fused.fixed"]
+            + _both(alone, memory * number, math.ceil(number / kernel.gpu.processors) * beside)
+            for number in blocks
+        )
+    block = longest * kernel["foreach.block_element"]
+    count = sum(tensor.elements for tensor in tensors)
+    work = kernel.cycles(count * kernel["foreach.element"] * (kernel["foreach.one_by_one"] if one_by_one else 1.0))
+    return launches * kernel["foreach.fixed"] + block + _both(kernel.memory() * kernel["foreach.bytes"], work)
 
 
 _TILES = (
