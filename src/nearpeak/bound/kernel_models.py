@@ -1240,7 +1240,7 @@ def _lists(kernel: Kernel) -> float:
         memory = kernel.memory() * kernel["fused.bytes"] / max(1, chunks)
         return sum(
             kernel["fused.fixed"]
-            + _both(alone, memory * number, math.ceil(number / kernel.gpu.processors) * beside)
+            + max(alone, _both(memory * number, (math.ceil(number / kernel.gpu.processors) - 1) * beside + alone))
             for number in blocks
         )
     block = longest * kernel["foreach.block_element"]
@@ -1293,23 +1293,28 @@ def _product(
     kind: str,
     alignment: int = 16,
     splits: bool = True,
+    smallest: int = 16,
 ) -> float:
     """The compute time of a matrix product: the best choice of tile and of parts of the contraction.
 
     Small tiles reach less of the engine's rate, since they load their operands more often. A tile takes a start of its
     own, the time of so many more steps to fill the pipeline and to store its results, and no step along the contraction
-    is shorter than the latency of its loads. A contraction in parts adds the pass that sums them up.
+    is shorter than the latency of its loads. A contraction in parts adds the pass that sums them up. No edge of a tile
+    is shorter than `smallest`.
     """
     gpu = kernel.gpu
     rate = gpu.matrix.get(dtype, gpu.vector) / gpu.processors * kernel[f"{kind}.rate"]
     unaligned = 1.0
     if alignment < 16:
         rate *= kernel[f"matrix.aligned_{alignment}"]
-        unaligned = kernel["matrix.unaligned_step"] if alignment < 8 else 1.0
+        # Loads of less than 4 bytes go through registers, and no step begins before they have come.
+        unaligned = kernel["matrix.unaligned_step"] if alignment < 4 else 1.0
     half, depth = kernel[f"{kind}.half_tile"], int(kernel[f"{kind}.depth"])
     start, latency, fill = kernel[f"{kind}.tile_start"], kernel[f"{kind}.step"], kernel[f"{kind}.fill"]
     best = math.inf
     choices = {*_usual_tiles(m, n)}
+    if smallest > 16:
+        choices = {tile for tile in choices if min(tile) >= smallest and max(tile) > smallest} or {(64, smallest)}
     if kind == "matrix_narrow" and alignment == 16:
         choices.update(_fitted_tiles(batch, m, n, gpu.processors))
     for rows, columns in choices:
@@ -1369,6 +1374,10 @@ def _vector_product(kernel: Kernel, k: int) -> float:
     return kernel["matrix.vector_fixed"] + steps * kernel["matrix.vector_step"] + memory
 
 
+_ROWS_LIKE_ONE = 4
+"""So few rows are multiplied as a vector is, where no matrix engine does it."""
+
+
 @model("matrix")
 def _matrix(kernel: Kernel) -> float:
     """Tiles over multiprocessors, beside the bytes of the three matrices."""
@@ -1384,11 +1393,13 @@ def _matrix(kernel: Kernel) -> float:
         return _vector_product(kernel, k)
     dtype = _dtype(kernel)
     engine = _engine(kernel, dtype)
+    if engine == "vector" and min(m, n) <= _ROWS_LIKE_ONE:
+        return _vector_product(kernel, k) + kernel["matrix.rows_fixed"] + kernel.memory() * kernel["matrix.rows_bytes"]
     aligned = _alignment(*(tensor for tensor in (*kernel.op.inputs, *kernel.op.outputs) if len(tensor.shape) > 1))
     memory = kernel.memory() * kernel["matrix.bytes"]
     if engine == "vector":
         aligned = 16
-    elif aligned < 16 and min(m, n) <= 8:  # a kernel for few rows, which does not mind
+    elif 4 <= aligned < 16 and min(m, n) <= 8:  # a kernel for few rows, which does not mind
         memory *= kernel["matrix.bytes_few"]
         aligned = 16
     elif aligned < 16:
@@ -1398,8 +1409,12 @@ def _matrix(kernel: Kernel) -> float:
         compute = min(compute, _product(kernel, batch, m, n, k, "float32", kind="matrix_vector"))
     if dtype == "int8":
         compute /= kernel["matrix.integers"]
-    fixed = kernel[f"matrix_{engine}.fixed"] + (kernel["matrix.unaligned_fixed"] if aligned < 8 else 0.0)
-    return fixed + _both(memory, compute)
+    fixed = kernel[f"matrix_{engine}.fixed"] + (kernel["matrix.unaligned_fixed"] if aligned < 4 else 0.0)
+    return fixed + _both(memory, compute, sharpness=_SHARPNESS[engine])
+
+
+_SHARPNESS = {"narrow": 4.0, "wide": 1.3, "vector": 4.0}
+"""How well a product overlaps with its bytes, see `_both`: kernels for 16 bits store a tile while they compute the next."""
 
 
 @model("convolution")
@@ -1445,8 +1460,11 @@ def _convolution(kernel: Kernel) -> float:
     weights = (outer // groups, padded * taps, results)
     if backward and mask[1]:
         shapes.append(weights)
-    kind = f"convolution_{engine}"
-    fixed = kernel[f"{kind}.fixed" if not matrix or backward else f"matrix_{engine}.fixed"]
+    # Without taps, cuDNN calls the kernels of matrix products.
+    kind = f"matrix_{engine}" if matrix and groups == 1 else f"convolution_{engine}"
+    fixed = kernel[f"{kind}.fixed"]
+    if backward and channels < pad and groups == 1:  # channels are padded to whole vectors first
+        fixed += kernel["convolution.padded_fixed"]
     patches = not backward and channels < pad and min(weight.shape[2:], default=1) >= 14
     aligned = 16
     if not last and matrix and engine != "vector":  # channels first as they are: rows are as long as an image
@@ -1463,7 +1481,16 @@ def _convolution(kernel: Kernel) -> float:
     for shape in shapes:
         m, n, k = shape
         product = _product(
-            kernel, images, m // images, n, k, dtype, kind=kind, alignment=aligned, splits=backward or matrix
+            kernel,
+            images,
+            m // images,
+            n,
+            k,
+            dtype,
+            kind=kind,
+            alignment=aligned,
+            splits=backward or matrix,
+            smallest=16 if groups > 1 or matrix or engine == "vector" else _SMALLEST_EDGE,
         )
         if patches:  # a kernel that looks up each of the many taps, with tiles of 128
             waves = math.ceil(math.ceil(m / 128) * math.ceil(n / 128) / kernel.gpu.processors)
@@ -1471,12 +1498,15 @@ def _convolution(kernel: Kernel) -> float:
         if channels < pad and not backward and not patches and not packed:
             product *= kernel["convolution.thin"]
         if many_taps and shape is weights:
-            product = max(product, kernel.cycles(2.0 * m * n * k / kernel["convolution.weights_of_many_taps"]))
+            padded_m = math.ceil(m / 256) * 256  # its tiles have 256 rows
+            product = max(product, kernel.cycles(2.0 * padded_m * n * k / kernel["convolution.weights_of_many_taps"]))
         elif many_taps:
             product *= kernel["convolution.many_taps"]
         elif shape is weights and engine == "wide":  # its instructions take no operand across the order of memory
             product *= kernel["convolution.wide_weights"]
-        if groups == 1 or (packed and shape is not weights):
+        if matrix and groups == 1:
+            seconds += fixed + _both(memory, product, sharpness=_SHARPNESS[engine])
+        elif groups == 1 or (packed and shape is not weights):
             seconds += max(fixed + product, memory)
         else:
             between = kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
@@ -1484,10 +1514,16 @@ def _convolution(kernel: Kernel) -> float:
     turned = 0.0
     if not last and not matrix and (backward or engine == "narrow" or channels >= pad):
         passes = sum(map(bool, mask[:2])) if backward else 1
-        turned = passes * sum(_turned(kernel, tensor) for tensor in (data, weight, out))
+        # A weight without taps is the same in both layouts.
+        turned = passes * sum(_turned(kernel, tensor) for tensor in (data, weight, out)[:: 1 if taps > 1 else 2])
+    if strided and taps > 1 and last and transposed and not backward and engine == "wide":
+        # Windows are folded into channels before the product, and results unfolded after it.
+        turned += sum(_turned(kernel, tensor) for tensor in (data, weight, out))
     return seconds + turned
 
 
+_SMALLEST_EDGE = 32
+"""The shorter edge of the smallest tiles that implicit products have on the matrix engine; the other one is longer."""
 _PACKED_CHANNELS = 64
 """Channels along the contraction of a tile that holds several groups."""
 _MASKED_TAPS = 32
@@ -1527,14 +1563,18 @@ def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, strided: 
     pairs = kernel["depthwise_last.half"] if shares else 1.0
     cycles = kernel[f"{kind}.result"] + kernel[f"{kind}.tap"] * taps * pairs
     passes = [cycles]
+    waits = taps * kernel["depthwise.wait"]
     if any(mask):
         cycles = kernel["depthwise.backward_result"] + kernel["depthwise.backward_tap"] * taps
         own_cycles = tuple(
             kernel["depthwise.own_result"] + kernel[f"depthwise.own_{name}"] * taps for name in ("data", "weight")
         )
-        passes = [of_own if own else cycles for of_own, wanted in zip(own_cycles, mask, strict=False) if wanted]
+        # cuDNN's fast gradient of the data is for float16 and windows that move by one; another reads tap by tap.
+        direct = strided or kernel.op.inputs[0].item_bytes > 2
+        of_cudnn = (taps * kernel["depthwise.direct_tap"] if direct else cycles, cycles)
+        passes = [one for one, wanted in zip(own_cycles if own else of_cudnn, mask, strict=False) if wanted]
     fixed = kernel["depthwise.fixed"] * (2 * len(passes) if any(mask) else 1)
-    return fixed + sum(_both(kernel.memory(), kernel.cycles(results * cycles)) for cycles in passes)
+    return fixed + sum(_both(kernel.memory(), kernel.cycles(results * cycles), waits) for cycles in passes)
 
 
 _SEGMENT, _SEGMENT_MULTIPLE = 256, 128
