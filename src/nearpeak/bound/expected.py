@@ -137,12 +137,13 @@ def _host_seconds(ops: Sequence[Op], seconds: Sequence[float | None], machine: M
     """What the host takes to call each op eagerly, Python and autograd included.
 
     The constants are those of the reference machine's host; where the machine's own was measured, they are scaled by
-    what it takes to enqueue one op. A backward pass and a step of an optimizer each have a start of their own, which
-    their first op carries.
+    what it takes to enqueue one op. Python and autograd vary less between hosts than that does: the scale is a power of
+    the ratio, `host.pace`. A backward pass and a step of an optimizer each have a start of their own, which their first
+    op carries.
     """
     constants = kernel_constants().constants
     enqueue = machine.achievable.launch.enqueue if machine.achievable is not None else None
-    scale = enqueue / constants["host"]["enqueue"] if enqueue else 1.0
+    scale = (enqueue / constants["host"]["enqueue"]) ** constants["host"]["pace"] if enqueue else 1.0
     times = []
     before = "forward"
     for op, value in zip(ops, seconds, strict=True):

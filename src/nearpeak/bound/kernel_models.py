@@ -1254,8 +1254,9 @@ _TILES = (
     (32, 32), (64, 16), (16, 64), (16, 16),
 )  # fmt: skip
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-_FITTED_ROWS = (64, 128, 192, 256)
-"""Rows of a tile for which there are kernels with any multiple of 8 columns."""
+_FITTED_COLUMNS = {64: 8, 128: 32, 192: 16, 256: 32}
+"""Steps of the columns of a tile by its rows. The instructions allow every multiple of 8; with more than 64 rows, cuBLAS
+nearly always takes one of fewer widths."""
 _TILE_ELEMENTS = 256 * 128
 """Elements of the largest tile, whose sums are in registers."""
 
@@ -1271,13 +1272,13 @@ def _fitted_tiles(batch: int, m: int, n: int, processors: int) -> Iterator[tuple
     """Tiles with as few columns as cover the result in some parts or waves, in both orders of rows and columns."""
     for turned in (False, True):
         along, across = (n, m) if turned else (m, n)
-        for rows in _FITTED_ROWS:
+        for rows, step in _FITTED_COLUMNS.items():
             if rows >= 2 * along and rows > 64:
                 break
             below = batch * math.ceil(along / rows)
             in_waves = (waves * processors // below for waves in (1, 2, 3, 4))
             for parts in {1, 2, 3, 4, *in_waves} - {0}:
-                columns = 8 * math.ceil(across / parts / 8)
+                columns = step * math.ceil(across / parts / step)
                 if columns <= 256 and rows * columns <= _TILE_ELEMENTS:
                     yield (columns, rows) if turned else (rows, columns)
 
