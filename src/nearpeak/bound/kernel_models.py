@@ -363,9 +363,7 @@ def _rolled(kernel: Kernel) -> float:
     if kernel.op.packet != "aten.roll":
         narrow = any(tensor.item_bytes < 4 for tensor in kernel.op.written)
         fixed = kernel["permuted.fixed"] + (kernel["elementwise.half"] if narrow else 0.0)
-    return fixed + _both(
-        kernel.memory(), kernel.cycles(_elements(*kernel.op.written) * kernel["rolled.element"])
-    )
+    return fixed + _both(kernel.memory(), kernel.cycles(_elements(*kernel.op.written) * kernel["rolled.element"]))
 
 
 _RANDOM = {
@@ -723,7 +721,9 @@ def _layer_norm_backward(kernel: Kernel) -> float:
     rows = source.elements / max(1, width)
     waves = max(1.0, rows / (kernel.gpu.processors * 16))
     block = kernel["layer_norm_backward.row"] + width / 512 * kernel["layer_norm_backward.step"]
-    first = _both(kernel.memory(reads=kernel["layer_norm_backward.reads"] * source.bytes, writes=source.bytes), waves * block)
+    first = _both(
+        kernel.memory(reads=kernel["layer_norm_backward.reads"] * source.bytes, writes=source.bytes), waves * block
+    )
     if width % 4:
         first *= kernel["layer_norm_backward.one_by_one"]
     copied = 0.0 if _contiguous(gradient) else _pass(kernel, "permuted", reads=gradient.bytes, writes=source.bytes)
