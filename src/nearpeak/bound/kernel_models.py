@@ -599,7 +599,10 @@ def _long_rows(kernel: Kernel, lines: _Lines) -> float:
 
 
 def _long_rows_backward(kernel: Kernel, lines: _Lines) -> float:
-    """A block for each row of half as many threads as there are vectors of 16 bytes; rows off the chip are read twice."""
+    """A block for each row, of half as many threads as there are vectors of 16 bytes.
+
+    A row that does not fit on the chip is read twice.
+    """
     rows, row_bytes = lines.elements / lines.length, lines.length * lines.item
     fits = row_bytes <= kernel["softmax.on_chip"]
     threads = max(32, 1 << math.ceil(math.log2(min(row_bytes / 16, 1024.0) / 2)))
@@ -1255,8 +1258,8 @@ _TILES = (
 )  # fmt: skip
 _SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 _FITTED_COLUMNS = {64: 8, 128: 32, 192: 16, 256: 32}
-"""Steps of the columns of a tile by its rows. The instructions allow every multiple of 8; with more than 64 rows, cuBLAS
-nearly always takes one of fewer widths."""
+"""Steps of the columns of a tile by its rows. The instructions allow every multiple of 8; with more than 64 rows,
+cuBLAS nearly always takes one of fewer widths."""
 _TILE_ELEMENTS = 256 * 128
 """Elements of the largest tile, whose sums are in registers."""
 
@@ -1415,7 +1418,8 @@ def _matrix(kernel: Kernel) -> float:
 
 
 _SHARPNESS = {"narrow": 4.0, "wide": 1.3, "vector": 4.0}
-"""How well a product overlaps with its bytes, see `_both`: kernels for 16 bits store a tile while they compute the next."""
+"""How well a product overlaps with its bytes, see `_both`: kernels for 16 bits store a tile while they compute the
+next."""
 
 
 @model("convolution")
