@@ -1076,13 +1076,17 @@ def _adaptive_last_steps(source: Tensor, out: Tensor) -> float:
     Blocks of up to 1024 threads lie along channels, width and height; a thread has up to 4 channels and 2 x 2 results.
     """
     channels, height, width = out.shape[1:]
-    power = lambda size: 1 << int(math.log2(max(1, size)))  # noqa: E731
-    wide = min(power(width), 1024 // min(power(channels), 32))
-    high = min(power(height), 1024 // min(power(channels), 32) // wide)
-    across = min(power(channels), 1024 // (wide * high))
+    wide = min(_power(width), 1024 // min(_power(channels), 32))
+    high = min(_power(height), 1024 // min(_power(channels), 32) // wide)
+    across = min(_power(channels), 1024 // (wide * high))
     taps = math.prod(math.ceil(size / few) for size, few in zip(source.shape[2:], out.shape[2:], strict=True))
     own = min(2, math.ceil(height / high)) * min(2, math.ceil(width / wide)) * min(4, math.ceil(channels / across))
     return float(own * taps)
+
+
+def _power(size: int) -> int:
+    """The largest power of two that is not above a size."""
+    return 1 << int(math.log2(max(1, size)))
 
 
 def _last_steps(out: Tensor, most: int, processors: int) -> float:
