@@ -583,7 +583,7 @@ def _long_rows(kernel: Kernel, lines: _Lines) -> float:
     sum and the result: from the cache, as long as the rows in flight fit there.
     """
     rows, row_bytes = lines.elements / lines.length, lines.length * lines.item
-    steps = math.ceil(row_bytes / 16 / 1024)
+    steps: float = math.ceil(row_bytes / 16 / 1024)
     memory = kernel.memory() * kernel["softmax.bytes"]
     on_chip = row_bytes <= kernel["softmax.on_chip"] and row_bytes % 16 == 0
     if on_chip:
