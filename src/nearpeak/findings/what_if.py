@@ -29,6 +29,16 @@ def _with_dtype(value: Any, old: str, new: str) -> Any:
     return value
 
 
+def dense_strides_like(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Dense strides for a shape, in the order of a tensor's dimensions; expanded ones stay expanded."""
+    strides, size = [0] * len(shape), 1
+    for place in sorted(range(len(shape)), key=lambda place: (tensor.strides[place], -place)):
+        if tensor.strides[place]:
+            strides[place] = size
+            size *= shape[place]
+    return tuple(strides)
+
+
 def gemm_op(batch: int, m: int, n: int, k: int, *, dtype: str, tf32: bool = False) -> Op:
     """A GEMM of dense matrices of these sizes that are not in the step."""
     sizes = ((m, k), (k, n), (m, n))

@@ -227,6 +227,27 @@ class Padding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisibleKeys:
+    """The keys of an attention from the first to the last one that a mask shows to any query, of any row."""
+
+    keys: int
+    """Of the attention, hidden ones included."""
+    first: int
+    end: int
+    """One past the last."""
+
+    @property
+    def count(self) -> int:
+        """The number of keys in this range."""
+        return self.end - self.first
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of the keys that is outside of it."""
+        return 1 - self.count / self.keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Nonzeros:
     """The elements of a matrix that are not zero, by a sample of its rows."""
 
@@ -366,6 +387,9 @@ class Trace:
     and of losses per row."""
     causal_masks: frozenset[int] = frozenset()
     """Of ops that really ran: the storages of masks of attention that are causal, and one for the whole batch."""
+    visible_keys: Mapping[int, VisibleKeys] = field(default_factory=dict)
+    """Of ops that really ran: the keys that queries see where a mask hides many from all of them, by the index of an
+    attention, or of the softmax in one that is written out. Compiled code is not looked at: its sizes may be fixed."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """The installed packages that files of the ops' lines belong to, by the names of the files."""
     torch_modules: Mapping[str, str] = field(default_factory=dict)

@@ -326,7 +326,7 @@ class Recorder(TorchDispatchMode):
         self, schema: OperatorSchema, arguments: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         with no_dispatch():  # dispatch modes of the program count its own ops
-            self._values.look(schema, arguments, args, kwargs)
+            self._values.look(schema, arguments, args, kwargs, len(self.ops))
 
     def _note_lifted(self, made: torch.Tensor) -> None:
         """A tensor of numbers that the program wrote down, or computed without torch."""
@@ -542,6 +542,7 @@ class Recorder(TorchDispatchMode):
             subnormals=self._values.subnormals,
             counted=self._values.counted,
             causal_masks=self._values.causal_masks,
+            visible_keys=dict(self._values.visible_keys),
             packages=package_files({op.source for op in self.ops}),
             torch_modules=dict(self.modules.torch_classes),
             stacks=tuple(self._stacks),

@@ -1,9 +1,9 @@
-"""`SeenValues`: what the values of tensors tell about a step: padded batches, rows that a loss leaves out, matrices
-that are nearly all zeros, and numbers that a CPU is slow with.
+"""`SeenValues`: what the values of tensors tell about a step: padded batches, keys that masks hide, rows that a loss
+leaves out, matrices that are nearly all zeros, and numbers that a CPU is slow with.
 
 Only the step that is traced is looked at, which is not timed: on a device, a look waits for the values. What is looked
-at is bounded: one look for each storage, samples of large tensors, and no further look at tensors of a shape that had
-nothing to tell.
+at is bounded: one look for each storage (for each attention, of hidden keys), samples of large tensors, and no further
+look at tensors of a shape that had nothing to tell.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from nearpeak.ops.op import Nonzeros, Padding, StorageKind
+from nearpeak.ops.op import Nonzeros, Padding, StorageKind, VisibleKeys
 from nearpeak.ops.tensor import Tensor
 from nearpeak.trace.schema import OperatorSchema
+from nearpeak.trace.source import in_compiled_code
 from nearpeak.trace.storages import Storages
 
 SEQUENCE_READERS: Mapping[str, int] = {
@@ -73,6 +74,12 @@ MAX_MASK_ELEMENTS = 1 << 26
 """Larger masks are not looked at."""
 MASKED_SCORE = -1e4
 """What is added to a score that does not count is at most that."""
+MIN_KEYS = 64
+"""Of an attention. With fewer of them it takes no time."""
+MIN_HIDDEN_SHARE = 0.1
+"""Of the keys. Kernels work on blocks of them: fewer hidden ones cost next to nothing."""
+SOFTMAXES = frozenset({"aten._softmax.default", "aten._safe_softmax.default"})
+"""Operators that make probabilities of scores, their first argument."""
 SAMPLED_ROWS = 128
 SAMPLED_NUMBERS = 4096
 VAIN_LOOKS = 3
@@ -90,6 +97,8 @@ class SeenValues:
         self._subnormals: dict[int, float] = {}
         self._counted: dict[int, float] = {}
         self._causal: dict[int, bool] = {}
+        self.visible_keys: dict[int, VisibleKeys] = {}
+        """Of attention of which a mask hides many keys from all queries, by the index of the op."""
         self._row_losses: set[int] = set()
         """Storages of losses per row, which the program may multiply with weights."""
         self._vain: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -126,8 +135,9 @@ class SeenValues:
         arguments: Mapping[str, Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
+        index: int,
     ) -> None:
-        """Looks at what an op is about to read."""
+        """Looks at what an op is about to read, which will have this index."""
         if not self._reads:
             return
         sequences = SEQUENCE_READERS.get(schema.name)
@@ -142,6 +152,10 @@ class SeenValues:
             for name, value in (*zip(schema.arguments, args, strict=False), *kwargs.items()):
                 if name in ("attn_bias", "attn_mask") and isinstance(value, torch.Tensor):
                     self._look_at_mask(arguments.get(name), value)
+                    if not schema.name.endswith("_backward.default"):
+                        self._look_at_keys(schema.name, index, arguments.get("key"), value, MASKED_SCORE)
+        elif schema.name in SOFTMAXES and args and _is_softmax_over_keys(args[0], arguments.get("dim")):
+            self._look_at_keys(schema.name, index, None, args[0], MASKED_SCORE / 2)  # a score may be added
         if schema.name in LOSSES:
             self._look_at_target(arguments.get("target"), args[1], arguments.get("ignore_index", -100))
         elif schema.name == "aten.mul.Tensor" and self._row_losses:
@@ -183,6 +197,19 @@ class SeenValues:
     def _look_at_mask(self, seen: Any, mask: Any) -> None:
         if isinstance(seen, Tensor) and seen.storage not in self._causal and _is_readable(mask):
             self._causal[seen.storage] = mask.numel() <= MAX_MASK_ELEMENTS and is_causal(mask)
+
+    def _look_at_keys(self, name: str, index: int, keys: Any, mask: torch.Tensor, hidden_score: float) -> None:
+        """Looks for keys that a mask, or scores to which one was added, hides from all queries."""
+        look = f"{name} keys", tuple(mask.shape)
+        if not _is_readable(mask) or mask.dim() < 2 or self._vain.get(look, 0) >= VAIN_LOOKS or in_compiled_code():
+            return
+        if isinstance(keys, Tensor) and keys.shape[-2] != mask.shape[-1]:
+            return
+        visible = visible_keys_of(mask, hidden_score)
+        if visible is not None:
+            self.visible_keys[index] = visible
+        else:
+            self._vain[look] = self._vain.get(look, 0) + 1
 
     def _look_at_target(self, seen: Any, target: Any, ignored: Any) -> None:
         if isinstance(seen, Tensor) and seen.elements and seen.storage not in self._counted and _is_readable(target):
@@ -255,6 +282,61 @@ def is_causal(mask: torch.Tensor) -> bool:
         if matrix.dtype is not torch.bool and not bool(((matrix <= MASKED_SCORE) | seen).all()):
             return False
         return torch.equal(seen, torch.ones_like(seen).tril())
+
+
+def visible_keys_of(mask: torch.Tensor, hidden_score: float = MASKED_SCORE) -> VisibleKeys | None:
+    """The keys that a mask shows to any query; None if it hides few at either end, or all of them.
+
+    A mask of bools shows the keys at which it is True; others are added to scores, and hide keys at which they are at
+    most `hidden_score`. A sample of the rows tells first whether all have to be looked at.
+
+    >>> mask = torch.zeros(2, 1, 4, 128, dtype=torch.bool)
+    >>> mask[0, ..., 8:20], mask[1, ..., 16:32] = True, True
+    >>> visible_keys_of(mask)
+    VisibleKeys(keys=128, first=8, end=32)
+    >>> visible_keys_of(torch.ones(128, 128, dtype=torch.bool).tril())
+    """
+    keys = mask.shape[-1]
+    if keys < MIN_KEYS or mask.numel() == 0 or mask.stride(-1) == 0:
+        return None
+    with torch.no_grad():
+        rows = mask[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in mask.stride())]
+        sample = _sampled_rows(rows)
+        visible = None
+        for part in (sample, rows) if sample.numel() < rows.numel() else (rows,):
+            if part.numel() > MAX_MASK_ELEMENTS:
+                return None
+            highest = part.amax(dim=tuple(range(part.dim() - 1)))
+            shown = (highest if part.dtype is torch.bool else ~(highest <= hidden_score)).nonzero()
+            if not len(shown):
+                return None
+            first, last = shown[[0, -1], 0].tolist()
+            visible = VisibleKeys(keys=keys, first=first, end=last + 1)
+            if visible.hidden_share < MIN_HIDDEN_SHARE:
+                return None
+        return visible
+
+
+def _sampled_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of a mask that lie evenly in it. The last one is among them, from which a causal mask hides nothing."""
+    left = SAMPLED_ROWS
+    steps: list[int] = []
+    for size in rows.shape[:-1]:  # a batch, heads, queries
+        most = max(1, min(left, 8 if len(steps) < rows.dim() - 2 else left))
+        steps.append(-(-size // most))
+        left //= -(-size // steps[-1])
+    return rows[tuple(slice((size - 1) % step, None, step) for size, step in zip(rows.shape, steps, strict=False))]
+
+
+def _is_softmax_over_keys(scores: Any, dim: Any) -> bool:
+    """Whether a softmax may be that of attention: for each query of several batches or heads, over the last size."""
+    return (
+        isinstance(scores, torch.Tensor)
+        and scores.is_floating_point()
+        and scores.dim() > 2
+        and dim in (-1, scores.dim() - 1)
+        and torch._C._current_graph_task_id() == -1
+    )
 
 
 def nonzeros_of(matrix: torch.Tensor) -> Nonzeros:

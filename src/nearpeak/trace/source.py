@@ -177,6 +177,17 @@ def is_torch_file(filename: str) -> bool:
     return filename.startswith((_LIBRARY_FOLDERS[0] + "/", "<eval_with_key")) or _is_inductor_file(filename)
 
 
+def in_compiled_code() -> bool:
+    """Whether code that torch made, of a compiled or traced function, runs below the nearest code of the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not user_file_name(frame.f_code.co_filename):
+        filename = frame.f_code.co_filename
+        if filename.startswith("<eval_with_key") or _is_inductor_file(filename):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def is_nearpeak_file(filename: str) -> bool:
     """Whether a file has code of nearpeak's."""
     return filename.startswith(_LIBRARY_FOLDERS[1] + "/")

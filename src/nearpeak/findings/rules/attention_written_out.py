@@ -58,16 +58,20 @@ def attention_written_out(step: Step) -> Iterator[Waste]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _WrittenOutAttention:
+class WrittenOutAttention:
+    """The ops of an attention that is written out."""
+
     forward: set[int]
     backward: set[int]
+    products: tuple[int, int]
+    """Of queries and keys, and of probabilities and values."""
     shape: AttentionShape
 
 
-def _by_data_flow(step: Step) -> Iterator[tuple[int, _WrittenOutAttention]]:
+def _by_data_flow(step: Step) -> Iterator[tuple[int, WrittenOutAttention]]:
     for seed, op in enumerate(step.ops):
         if op.phase == "forward" and op.packet in ("aten._softmax", "aten.exp", "aten.exp_"):
-            attention = _find_attention(step, seed)
+            attention = find_attention(step, seed)
             if attention is not None:
                 yield seed, attention
 
@@ -78,7 +82,7 @@ _BATCHED_PRODUCTS = ("aten.bmm", "aten.baddbmm", "aten.baddbmm_", "aten.matmul")
 """Products whose two factors are both activations; a weight has no batch."""
 
 
-def _by_sizes(step: Step) -> Iterator[tuple[int, _WrittenOutAttention]]:
+def _by_sizes(step: Step) -> Iterator[tuple[int, WrittenOutAttention]]:
     """A softmax between two batched products: the first makes the matrix of scores, and the second multiplies it.
 
     What lies between and has a tensor of that size belongs to it. The backward passes run in the opposite order.
@@ -113,7 +117,7 @@ def _by_sizes(step: Step) -> Iterator[tuple[int, _WrittenOutAttention]]:
         if shape is not None:
             later = passes.pop(0) - {*members} if passes else set()
             shape = replace(shape, causal=False)  # whether a mask is, does not show
-            yield seed, _WrittenOutAttention(forward={*members}, backward=later, shape=shape)
+            yield seed, WrittenOutAttention(forward={*members}, backward=later, products=(scores, values), shape=shape)
 
 
 _BETWEEN = CHAINED | {"normalization", "reduction", "unknown"}
@@ -157,7 +161,8 @@ def _has_size(step: Step, index: int, size: int) -> bool:
     return any(tensor.elements == size for tensor in (*op.inputs, *op.outputs))
 
 
-def _find_attention(step: Step, seed: int) -> _WrittenOutAttention | None:
+def find_attention(step: Step, seed: int) -> WrittenOutAttention | None:
+    """The attention around a softmax, or around an exponential; None if there is none, or if others read its scores."""
     pairs = step.ops[seed].outputs[0] if step.ops[seed].outputs else None
     if (
         pairs is None
@@ -171,7 +176,7 @@ def _find_attention(step: Step, seed: int) -> _WrittenOutAttention | None:
         return None
     first, last = above[-1], below[-1]
     forward = {seed, *above, *below} | _side_members(step, {seed, *above, *below} - {last}, pairs)
-    normalized = step.ops[seed].packet == "aten._softmax" or _sums(step, forward)
+    normalized = step.ops[seed].packet in ("aten._softmax", "aten._safe_softmax") or _sums(step, forward)
     backward = _backward_members(step, forward - {last}, last)
     if not normalized or backward is None:
         return None
@@ -179,7 +184,7 @@ def _find_attention(step: Step, seed: int) -> _WrittenOutAttention | None:
     if shape is None:
         return None
     forward |= _copies(step, (first, last), forward | backward)
-    return _WrittenOutAttention(forward=forward, backward=backward, shape=shape)
+    return WrittenOutAttention(forward=forward, backward=backward, products=(first, last), shape=shape)
 
 
 def _walk(step: Step, index_now: int, pairs: Tensor, *, forward: bool) -> list[int] | None:

@@ -9,7 +9,7 @@ from typing import Any
 from nearpeak.bound.tiles import FACTORS
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
-from nearpeak.findings.what_if import seconds_by_size
+from nearpeak.findings.what_if import dense_strides_like, seconds_by_size
 from nearpeak.ops.op import Op, Padding
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import percent, seconds
@@ -300,20 +300,10 @@ def _shortened(op: Op, family: str, dims: Mapping[int, tuple[int, ...]], share: 
         if not own:
             return value
         shape = tuple(max(1, round(size * share)) if dim in own else size for dim, size in enumerate(value.shape))
-        return dataclasses.replace(value, shape=shape, strides=_strides_like(value, shape), offset=0)
+        return dataclasses.replace(value, shape=shape, strides=dense_strides_like(value, shape), offset=0)
 
     return dataclasses.replace(
         op,
         arguments={name: shorter(value) for name, value in op.arguments.items()},
         outputs=tuple(shorter(tensor) for tensor in op.outputs),
     )
-
-
-def _strides_like(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Dense strides for a shape, in the order of a tensor's dimensions; expanded ones stay expanded."""
-    strides, size = [0] * len(shape), 1
-    for place in sorted(range(len(shape)), key=lambda place: (tensor.strides[place], -place)):
-        if tensor.strides[place]:
-            strides[place] = size
-            size *= shape[place]
-    return tuple(strides)
