@@ -25,8 +25,9 @@ _NOT_REPEATABLE = frozenset({"random", "view", "unknown", "collective", "optimiz
 class ValueNumbers:
     """By the index of the op."""
 
-    reads: Sequence[Hashable]
-    """The arguments of each op with value numbers for tensors: equal for two ops with equal arguments."""
+    reads: Sequence[tuple[tuple[str, Any], ...]]
+    """The arguments of each op by name, with value numbers for tensors: equal for two ops with equal arguments. What a
+    tensor is replaced by begins with the number of its memory."""
     first: Sequence[int]
     """The earliest op with the same name and arguments; the op itself if there is none."""
     writers: dict[int, list[int]]
@@ -55,7 +56,7 @@ def number_values(step: Step) -> ValueNumbers:
     from_data: set[int] = set()
     """Storages whose values depend on data."""
     known: dict[Hashable, int] = {}
-    reads: list[Hashable] = []
+    reads: list[tuple[tuple[str, Any], ...]] = []
     first: list[int] = []
     writers: dict[int, list[int]] = {}
     on_data: set[int] = set()

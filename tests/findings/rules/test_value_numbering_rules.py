@@ -139,3 +139,73 @@ def test_gradients_of_a_line_that_runs_in_many_modules_are_those_of_its_module(r
     }
     assert 8e-3 < found.saving_s < 11e-3
     assert "Its gradients are added in float32" in found.reasoning
+
+
+def test_quantiles_of_the_same_rows_one_level_at_a_time():
+    paths = torch.rand(6, 60, 24)
+    levels = torch.arange(1, 10) / 10
+
+    def step():
+        scaled = paths * 2
+        return torch.stack([torch.quantile(scaled, level, dim=1) for level in levels])
+
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            seen = examined(lambda: step, times=lambda op, expected: 1e-3, live=True)
+        (found,) = found_in(seen, "computed-twice")
+        packets = [seen.ops[index].packet for index in found.ops]
+        # The check for NaN goes with each sort; what is gathered for all levels at once is one op for each of nine.
+        assert packets.count("aten.sort") == packets.count("aten.isnan") == packets.count("aten.gather") / 2 == 8
+        assert "all levels in one call" in found.remedy
+        assert found.saving_s > 8 * 9e-3
+
+
+def test_a_quantile_of_other_rows_is_another_one():
+    paths = torch.rand(6, 60, 24)
+    assert (
+        names(lambda: torch.quantile(paths, 0.1, dim=1) + torch.quantile(paths + 1, 0.9, dim=1), "computed-twice") == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("fn", "packets"),
+    [
+        (lambda x: (x.topk(5).values.sum(), x.topk(1).values.sum()), ["aten.topk"]),
+        (lambda x: (x.topk(1).values.sum(), x.topk(5).values.sum()), ["aten.topk"]),
+        (lambda x: (x.sort(1).values.cumsum(1), x.topk(3, 1).values.sum()), ["aten.topk"]),
+        (lambda x: (x.sort(1).values.cumsum(1), x.T.topk(3, 0).values.sum()), ["aten.topk"]),
+        (lambda x: (x.sort(1).values.cumsum(1), x.median(1).values.sum()), ["aten.median"]),
+        (lambda x: (x.sort(1).values.cumsum(1), x.sort(1, descending=True).values.cumsum(1)), ["aten.sort"]),
+        (lambda x: [x.kthvalue(k, 1).values.sum() for k in (3, 9, 27)], ["aten.kthvalue"] * 3),
+    ],
+    ids=["fewer", "more", "of a sort", "transposed", "median", "the other way", "ranks"],
+)
+def test_rows_that_are_ordered_again_for_other_elements(fn, packets):
+    x = torch.rand(SIZE)
+    assert names(lambda: fn(x), "computed-twice") == packets
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: (x.topk(5).values.sum(), x.topk(1, largest=False).values.sum()),
+        lambda x: (x.topk(5, 1).values.sum(), x.topk(1, 0).values.sum()),
+        lambda x: (x.topk(5, sorted=False).values.sum(), x.topk(1).values.sum()),
+        lambda x: (x.topk(5).values.sum(), x.add_(1).topk(1).values.sum()),
+        lambda x: (x.topk(5).values.mul_(2).sum(), x.topk(1).values.sum()),
+        lambda x: (x.sort(1).values.cumsum(1), x[:128].topk(3, 1).values.sum()),
+        lambda x: (x.kthvalue(3, 1).values.sum(), x.kthvalue(3, 0).values.sum()),
+    ],
+    ids=[
+        "the smallest",
+        "of columns",
+        "in no order",
+        "written before",
+        "written after",
+        "some rows",
+        "ranks of columns",
+    ],
+)
+def test_other_rows_or_no_part_of_what_was_found(fn):
+    x = torch.rand(SIZE)
+    assert names(lambda: fn(x), "computed-twice") == []

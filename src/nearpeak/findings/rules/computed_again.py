@@ -7,7 +7,8 @@ weight-copied: A weight is copied in every step into another layout or dtype bef
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from nearpeak.units import quantity, seconds
 
 _COPIES = ("aten.clone", "aten._to_copy", "aten.copy_")
 _PRODUCTS = ("matrix", "convolution", "attention")
+_SORTS = ("aten.sort", "aten.argsort")
+_RANKS = ("aten.kthvalue", "aten.median", "aten.nanmedian")
+"""Operators that find an element of each row by its rank."""
 _WEIGHT_DIMENSIONS = 2
 """The least number of dimensions of a weight; a bias has fewer."""
 _LEAST_ITEM_BYTES = 2
@@ -47,23 +51,163 @@ def computed_twice(step: Step) -> Iterator[Waste]:
         shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in op.inputs[:3])
         more = f" and {len(piece.ops) - 1} more with it" if len(piece.ops) > 1 else ""
         causes = _host_causes(step, piece.ops)
+        levels = _work_of_levels(step, piece.ops, longest)
         yield Waste(
             title="The same is computed again from the same inputs.",
             op=longest,
             source=piece.line,
-            gains={index: step.time(index) for index in (*launched, *sorted(backward))},
-            gone=piece.ops,
+            gains={**{index: step.time(index) for index in (*launched, *sorted(backward))}, **levels},
+            gone=(*piece.ops, *levels),
             idle=_sums(causes),
             causes=causes,
             evidence=f"{_operator(step, longest)} of {shapes or 'no tensors'} ran at {first.source or 'an earlier op'} "
             f"and again{f' at {op.source}' if op.source != first.source else ''}, with nothing written in between; the "
             f"later one{more} took {_took(step, launched, causes)}"
-            + (f", and {seconds(step.seconds(backward))} in backward." if backward else "."),
+            + (f", and {seconds(step.seconds(backward))} in backward." if backward else ".")
+            + (
+                f" {len(levels)} other ops of these calls take an element of each row: {seconds(step.seconds(levels))}."
+                if levels
+                else ""
+            ),
             reasoning="The later ops go away, and backward goes through the first one once. "
-            "The first result is in memory for longer.",
+            "The first result is in memory for longer."
+            if not levels
+            else "One call sorts once, and takes the elements of all levels in the ops that take those of one now.",
             remedy=f"result = ...  # once, at {first.source or 'its first use'}, before a loop that needs it\n"
-            f"# and `result` again at {piece.line or op.source or 'the second'}",
+            f"# and `result` again at {piece.line or op.source or 'the second'}"
+            if not levels
+            else "torch.quantile(x, torch.tensor([...]), dim=...)  # all levels in one call, which sorts once",
         )
+    yield from _ordered_again(step, numbers)
+
+
+def _work_of_levels(step: Step, again: Sequence[int], longest: int) -> dict[int, float]:
+    """Where rows are sorted again for other quantiles of them: what the later calls do besides, with the seconds that a
+    call for all levels saves of it."""
+    if step.ops[longest].packet not in _SORTS or not _is_interpolated(step, longest):
+        return {}
+    stack, members = _stack(step, longest), set(again)
+    calls: list[list[int]] = []
+    for index in range(min(again), len(step.ops)):
+        if _stack(step, index) != stack or step.ops[index].phase != "forward":
+            continue
+        if step.ops[index].packet == step.ops[longest].packet:
+            calls.append([])
+        if calls:
+            calls[-1].append(index)
+    gains = {}
+    for index in (index for call in calls for index in call if index not in members and step.time(index)):
+        count = len(calls) + 1
+        reads, writes = (
+            [dataclasses.replace(access, bytes=count * access.bytes) for access in accesses]
+            for accesses in (step.costs[index].reads, step.costs[index].writes)
+        )
+        together_s = min(count * step.time(index), step.expected_for_work(reads, writes))
+        gains[index] = step.time(index) - together_s / count
+    return {index: gain for index, gain in gains.items() if gain > 0.0}
+
+
+def _is_interpolated(step: Step, index: int) -> bool:
+    """Whether sorted rows are searched for NaN, and single elements of them are gathered: so quantiles are computed."""
+    return {"aten.isnan", "aten.gather"} <= {step.ops[reader].packet for reader in step.forward_readers(index)}
+
+
+def _ordered_again(step: Step, numbers: ValueNumbers) -> Iterator[Waste]:
+    """Rows that are sorted or searched again for other elements, which a sort or a larger `topk` of them has."""
+    groups: dict[Hashable, list[int]] = {}
+    for index in range(len(step.ops)):
+        key = _rows_in_order(step, numbers, index)
+        if key is not None and numbers.first[index] == index and _counts(step, index) and step.time(index):
+            groups.setdefault(key, []).append(index)
+    for members in groups.values():
+        sorts = [index for index in members if step.ops[index].packet in _SORTS]
+        if sorts:
+            yield from _read_from(step, sorts[0], [index for index in members if index != sorts[0]])
+            continue
+        for largest in (True, False):
+            tops = [
+                index
+                for index in members
+                if step.ops[index].packet == "aten.topk" and step.ops[index].arguments.get("largest", True) is largest
+            ]
+            if len(tops) > 1:
+                most = max(tops, key=lambda index: step.ops[index].arguments["k"])
+                if step.ops[most].arguments.get("sorted", True):
+                    yield from _read_from(step, most, [index for index in tops if index != most])
+        ranks = [index for index in members if step.ops[index].packet in _RANKS]
+        if len(ranks) > 1:
+            yield from _sorted_for_ranks(step, ranks)
+
+
+def _rows_in_order(step: Step, numbers: ValueNumbers, index: int) -> Hashable | None:
+    """The rows that an op sorts, or of which it finds some by their order. A transposed view has the same ones.
+
+    None for other ops, and for one whose results are written to afterwards.
+    """
+    op = step.ops[index]
+    if op.packet not in (*_SORTS, *_RANKS, "aten.topk") or op.origin == "host":
+        return None
+    rows = op.tensor("self")
+    if "dim" not in op.arguments or not rows.shape:
+        return None
+    if any(len(numbers.writers.get(tensor.storage, ())) != 1 for tensor in op.outputs):
+        return None
+    value = dict(numbers.reads[index])["self"][0]
+    dim = op.arguments["dim"] % len(rows.shape)
+    steps = list(zip(rows.shape, rows.strides, strict=True))
+    others = sorted(step for place, step in enumerate(steps) if place != dim and step[0] > 1)
+    return value, rows.dtype, rows.offset, steps[dim], tuple(others)
+
+
+def _read_from(step: Step, stays: int, later: Sequence[int]) -> Iterator[Waste]:
+    """Ops whose results are elements of what another op finds."""
+    op = step.ops[stays]
+    where = op.source or "another line"
+    for index in later:
+        other = step.ops[index]
+        if op.packet == "aten.topk":
+            few, many = other.arguments["k"], op.arguments["k"]
+            remedy = f"values, indices = x.topk({many}, ...)  # once: its first {few} are those of x.topk({few}, ...)"
+        else:
+            remedy = (
+                "ordered, order = x.sort(...)  # once: its first or last k are those of topk(k), and element k - 1 is "
+                "that of kthvalue(k)"
+            )
+        yield Waste(
+            title="The same rows are ordered again.",
+            op=index,
+            gains={index: step.time(index)},
+            gone=(index,),
+            evidence=f"{other.packet} of {shape_text(other.tensor('self').shape)} takes {seconds(step.time(index))}; "
+            f"{op.packet} at {where} orders the same rows, with nothing written in between.",
+            reasoning=f"What {other.packet} finds is a part of what {op.packet} has, and is read there. Of equal "
+            "elements, it may have others.",
+            remedy=remedy,
+        )
+
+
+def _sorted_for_ranks(step: Step, ranks: Sequence[int]) -> Iterator[Waste]:
+    """Elements of several ranks, each of which is searched for: one sort has all."""
+    first = step.ops[ranks[0]]
+    rows = first.tensor("self")
+    last = max(step.trace.storages, default=0)
+    ordered = dataclasses.replace(rows, storage=last + 1, offset=0)
+    places = dataclasses.replace(rows, storage=last + 2, offset=0, dtype="int64")
+    arguments = {"self": rows, "dim": first.arguments["dim"], "descending": False}
+    after = step.expected(Op(name="aten.sort.default", arguments=arguments, outputs=(ordered, places)))
+    took = step.seconds(ranks)
+    if after is None or after >= took:
+        return
+    longest = max(ranks, key=step.time)
+    yield Waste(
+        title=f"The same rows are searched {len(ranks)} times for elements of different ranks.",
+        op=longest,
+        gains={index: step.time(index) * (1 - after / took) for index in ranks},
+        evidence=f"{step.ops[longest].packet} of {shape_text(rows.shape)} is called {len(ranks)} times on the same "
+        f"values, in {seconds(took)}.",
+        reasoning=f"One sort of these rows, which has the elements of all ranks, takes {seconds(after)}.",
+        remedy="ordered = x.sort(dim).values  # once, before a loop over ranks: ordered.select(dim, k - 1) for each k",
+    )
 
 
 @rule("computed-every-step", needs=["storages"])

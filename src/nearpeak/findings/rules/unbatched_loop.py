@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from nearpeak.bound.tiles import FACTORS, product_sizes
-from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.engine import Waste, rule, wastes_of
 from nearpeak.findings.experts import expert_loops
 from nearpeak.findings.host_reads import is_read, reading_loops
 from nearpeak.findings.liveness import gradient_sums
@@ -35,6 +35,8 @@ _ORDINARY = 0.7
 """An op that this share of the turns has is one of an ordinary turn."""
 _MIN_ALIKE = 0.8
 """The least share of the ops of a loop that are those of ordinary turns, with the same shapes but for one size."""
+_MOSTLY_REPEATED = 0.5
+"""A loop that spends this share of its time on what an earlier turn computed is not to be batched."""
 _MOST_OF_OUTER = 0.5
 """An inner loop with more of the saving of an outer one is the one to change."""
 _MAX_SLOWNESS = 3.0
@@ -89,11 +91,20 @@ def unbatched_loop(step: Step) -> Iterator[Waste]:
     others |= {index for loop in reading_loops(step) for index in loop.members}
     parts = [_part_for_all(step, loop) for loop in step.loops if not others.intersection(loop.members)]
     batches = [_Batch.of(step, part) for part in parts if part is not None]
+    again: set[int] | None = None
     for batch in batches:
         within = set(batch.members)
         overlapping = [other for other in batches if other is not batch and within.intersection(other.members)]
         if all(_is_preferred(batch, other) for other in overlapping) and batch.is_worth_it(step):
-            yield batch.waste(step)
+            again = _computed_again(step) if again is None else again
+            repeated_s = step.seconds(again & within)
+            if not repeated_s or repeated_s < _MOSTLY_REPEATED * step.seconds(within):
+                yield batch.waste(step)
+
+
+def _computed_again(step: Step) -> set[int]:
+    """Ops that need not run once more, since they compute what an earlier one did: a batch of them is no remedy."""
+    return {index for waste in wastes_of(step, "computed-twice") for index in waste.gains}
 
 
 def _part_for_all(step: Step, loop: Loop) -> _Part | None:
