@@ -330,6 +330,16 @@ def test_pairs_of_each_batch():
     assert waste.title.startswith("All pairs of 64 rows")
 
 
+def test_pairs_in_a_slow_layout_go_as_a_whole():
+    def build():
+        a, b = torch.randn(512, 4), torch.randn(512, 4)
+        return lambda: torch.minimum(a[:, None], b[None]).sum(-1).diagonal().exp()
+
+    step = examined(build, live=True, machine=CPU, times=lambda op, expected: 100 * expected)
+    (waste,) = partly_used(step)
+    assert sum(waste.gains.values()) > 0.9 * step.seconds(waste.gains)
+
+
 def test_a_matrix_from_before_is_no_pairs():
     def build():
         matrix = torch.randn(256, 256)

@@ -115,7 +115,8 @@ def _waste(
 def _waste_of_pairs(step: Step, paths: Sequence[Path], used: _Used, members: Sequence[int]) -> Iterator[Waste]:
     """All pairs are computed for a diagonal: `members` are the ops on pairs, the last first."""
     last, first = members[0], members[-1]
-    gains = {index: _gain(step, index, used.sizes[index]) for index in members}
+    # Values and layouts that make some ops slow go with the pairs: all of their time counts.
+    gains = {index: _saved_share(step, index, used.sizes[index]) * step.time(index) for index in members}
     reader = next(index for index in _readers_of_diagonal(step, last) if index not in used.diagonals)
     shares = {(paths[index], step.ops[index].module): _share(step.ops[index], used.sizes[index]) for index in members}
     shares.setdefault((paths[reader], step.ops[reader].module), _share(step.ops[last], used.sizes[last]))
@@ -123,7 +124,7 @@ def _waste_of_pairs(step: Step, paths: Sequence[Path], used: _Used, members: Seq
     for index, op in enumerate(step.ops):  # what the backward pass does for the other pairs goes too
         share = shares.get((paths[index], op.module))
         if op.phase == "backward" and share is not None and _works_on(step, index, pairs):
-            gains[index] = (1 - share) * seconds_by_size(step, index)
+            gains[index] = (1 - share) * step.time(index)
     gains = {index: gain for index, gain in gains.items() if gain > 0.0}
     if not gains:
         return
@@ -205,6 +206,11 @@ def _share(op: Op, used: Sizes) -> float:
 
 def _gain(step: Step, index: int, used: Sizes) -> float:
     """What an op takes less if it computes the used part alone."""
+    return _saved_share(step, index, used) * seconds_by_size(step, index)
+
+
+def _saved_share(step: Step, index: int, used: Sizes) -> float:
+    """The share of the time of an op that it saves if it computes the used part alone."""
     op = step.ops[index]
     share = _share(op, used)
     inputs = {id(tensor): part for tensor, part in _inputs_of_part(step, index, used)}
@@ -216,7 +222,7 @@ def _gain(step: Step, index: int, used: Sizes) -> float:
     whole_s, part_s = step.expected(op), step.expected(smaller)
     if whole_s and part_s is not None and op.inputs:
         share = min(1.0, max(share, part_s / whole_s))
-    return (1 - share) * seconds_by_size(step, index)
+    return 1 - share
 
 
 def _with_parts(value: Any, parts: Mapping[int, Sizes]) -> Any:
