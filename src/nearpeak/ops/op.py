@@ -296,7 +296,7 @@ class BackwardPass(NamedTuple):
     """One run of autograd's engine."""
 
     ops: range
-    """The indices of its ops; a pass inside of another one has its own."""
+    """The indices of its ops, with those of passes inside of it."""
     stack: tuple[str, ...]
     """The lines of the user's own that began it, the outermost first."""
 

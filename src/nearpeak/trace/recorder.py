@@ -147,6 +147,7 @@ class Recorder(TorchDispatchMode):
         self._locations = Locations(self.modules, snapshot, stacks=mode is None)
         self._stacks: list[tuple[str, ...]] = []
         self._passes: list[BackwardPass] = []
+        self._is_in_pass = False
         self._loop_turns = LoopTurns(Recorder.__torch_dispatch__.__code__)
         self._forward_ops: dict[int, int] = {}
         """The forward op behind each op of a backward pass, by their indices."""
@@ -296,15 +297,20 @@ class Recorder(TorchDispatchMode):
         if self.python_time is not None:
             self._guard.call(self.python_time.op_ended, len(self.ops))
 
-    def backward_begins(self) -> int:
-        """A backward pass is about to run; returns its number."""
-        self._passes.append(BackwardPass(range(len(self.ops), len(self.ops)), own_stack(_frame_at(2))))
-        return len(self._passes) - 1
+    def backward_begins(self) -> None:
+        """A backward pass is about to run, which lasts until an op runs outside of any."""
+        if _current_graph_task() == -1:
+            self._end_pass()
+            self._passes.append(
+                BackwardPass(range(len(self.ops), len(self.ops)), own_stack(_frame_at(3)))
+            )  # above the engine
+            self._is_in_pass = True
 
-    def backward_ended(self, number: int) -> None:
-        """It has run, or failed."""
-        begun = self._passes[number]
-        self._passes[number] = begun._replace(ops=range(begun.ops.start, len(self.ops)))
+    def _end_pass(self) -> None:
+        if self._is_in_pass:
+            begun = self._passes[-1]
+            self._passes[-1] = begun._replace(ops=range(begun.ops.start, len(self.ops)))
+            self._is_in_pass = False
 
     def _run_composite(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the operators that an operator is composed of; inference mode bypasses the key that decomposes it."""
@@ -518,6 +524,7 @@ class Recorder(TorchDispatchMode):
 
         Storages of `results`, of gradients and of optimizer states are its results.
         """
+        self._end_pass()
         used = {
             self.storages.used(self.fake_of(innermost(tensor)))
             for tensor in (*results, *self._snapshot.outliving_tensors())
@@ -650,6 +657,8 @@ class Recorder(TorchDispatchMode):
             self.truncated = True
             return
         graph_task = _current_graph_task()
+        if graph_task == -1:
+            self._end_pass()
         phase = self._phase(graph_task)
         module, source, caller, stack, _ = self._locations.current(graph_task, len(self.ops))
         numbers: dict[int, int] = {}
@@ -717,6 +726,8 @@ class Recorder(TorchDispatchMode):
         signature: tuple[OpSignature, tuple[int, ...]] | None = None,
     ) -> None:
         graph_task = _current_graph_task()
+        if graph_task == -1:
+            self._end_pass()
         phase = self._phase(graph_task)
         index = len(self.ops)
         if self._settings is not None:

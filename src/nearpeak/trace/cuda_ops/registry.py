@@ -8,7 +8,6 @@ real GPU do not come here: torch itself chooses for them.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nearpeak.trace.cuda_ops.target import Target
-from nearpeak.trace.patches.shared_patch import SharedPatch
+from nearpeak.trace.patches.shared_patch import SharedPatch, no_warnings
 
 _IMPLICIT_KEY = torch._C.DispatchKey.CompositeImplicitAutograd
 
@@ -110,8 +109,7 @@ def register_kernels(kernels: Callable[[], list[DispatcherKernel]]) -> Iterator[
     """Inside, torch's dispatcher has these kernels."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about replacing a kernel of torch's
+        with no_warnings():  # about replacing a kernel of torch's
             for operator, key, function in kernels():
                 if overload_of(operator) is not None:
                     library.impl(operator, function, key, allow_override=True)
