@@ -1,8 +1,10 @@
 import gc
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
@@ -94,3 +96,15 @@ def test_a_compiled_program_keeps_its_constructors():
     new = torch.tensor
     with mark_unseen_ops(constructors=False):
         assert torch.tensor is new
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+def test_a_forked_child_has_the_callbacks_of_the_program():
+    before = list(gc.callbacks)
+    with mark_garbage_collections():
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if gc.callbacks == before else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert len(gc.callbacks) == len(before) + 1
+    assert gc.callbacks == before

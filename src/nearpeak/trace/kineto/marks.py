@@ -13,7 +13,7 @@ import torch
 from torch._C._profiler import _RecordFunctionFast
 
 from nearpeak.trace.graphs import number_of
-from nearpeak.trace.guard import Guard, OwnThread
+from nearpeak.trace.guard import Guard, OwnThread, undone_in_child
 from nearpeak.trace.kineto.collectives import COMMUNICATION_WAIT
 from nearpeak.trace.kineto.host import (
     DATA_LOADER_RANGE,
@@ -53,9 +53,11 @@ def mark_garbage_collections() -> Iterator[None]:
 
     gc.callbacks.append(mark)
     try:
-        yield
+        with undone_in_child(lambda: gc.callbacks.remove(mark)):
+            yield
     finally:
-        gc.callbacks.remove(mark)
+        if mark in gc.callbacks:  # not in a child
+            gc.callbacks.remove(mark)
         while open_ranges:  # a finalizer ended the profile during a collection
             guard.call(open_ranges.pop().__exit__, None, None, None)
 
