@@ -303,6 +303,7 @@ def test_a_setting_that_is_changed_later_counts(change):
     torch.testing.assert_close(model(x), original(x))
 
 
+@pytest.mark.slow
 def test_modules_with_other_private_settings_are_of_other_kinds():
     class Private(nn.Module):
         def __init__(self, eps):

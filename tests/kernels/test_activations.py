@@ -167,6 +167,7 @@ def test_the_operators_are_those_of_torch():
     opcheck(names.activation_backward_with_bias.default, (upstream, x, bias, "gelu"))
 
 
+@pytest.mark.slow
 def test_it_compiles_without_a_graph_break():
     x, bias = made(3, 5).requires_grad_(), made(5).requires_grad_()
     compiled = torch.compile(lambda x, b: kernels.bias_gelu(x * 2, b).sum(), fullgraph=True, backend="aot_eager")

@@ -54,6 +54,7 @@ def test_every_configuration_compiles_well(path):
     check(compiled([path]))
 
 
+@pytest.mark.slow
 def test_importing_the_script_leaves_triton_as_it_is():
     """pytest imports it for its doctests, beside tests that launch kernels on a GPU."""
     code = """if True:

@@ -448,6 +448,7 @@ def test_a_random_cell_is_measured():
     assert "norm_forward_centered 3 x 72" in tune.line(row)
 
 
+@pytest.mark.slow
 def test_a_wrong_candidate_is_left_out(tiny, monkeypatch):
     tunable = next(one for one in tiny if one.kernel == "softmax")
     monkeypatch.setattr(tune, "_alike", lambda one, other: False)
@@ -456,6 +457,7 @@ def test_a_wrong_candidate_is_left_out(tiny, monkeypatch):
     assert row["failed"][0]["why"] == "another result than the default"
 
 
+@pytest.mark.slow
 def test_a_candidate_that_differs_from_run_to_run_is_left_out(tiny, monkeypatch):
     tunable = next(one for one in tiny if one.kernel == "softmax")
     monkeypatch.setattr(tune, "_repeats", lambda found, way: False)

@@ -116,7 +116,9 @@ def step_of(build, machine=CPU):
     return examined(build, live=True, machine=machine, times=lambda op, expected: expected and max(expected, shortest))
 
 
-@pytest.mark.parametrize("attend", [written_out, added_mask, masked, causal])
+@pytest.mark.parametrize(
+    "attend", [causal, *(pytest.param(each, marks=pytest.mark.slow) for each in (written_out, added_mask, masked))]
+)
 def test_what_a_cache_saves_is_predicted(attend):
     step = step_of(generating(lambda: Text(attend)))
     (found,) = found_in(step, "no-kv-cache")

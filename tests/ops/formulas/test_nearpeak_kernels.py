@@ -140,6 +140,7 @@ def test_every_operator_runs_in_an_estimate_and_has_a_cost(ran):
         assert cost_of(op).model == "formula", op.name
 
 
+@pytest.mark.slow
 def test_no_more_is_charged_than_reading_all_and_writing_all(ran):
     for op in ran:
         cost = cost_of(op)
