@@ -109,7 +109,7 @@ class Step:
         return next((line for depth, line in enumerate(stack, 1) if stack[:depth] not in others), "")
 
     @cached_property
-    def _modules_of_calls(self) -> Mapping[tuple[str, ...], str]:
+    def modules_of_calls(self) -> Mapping[tuple[str, ...], str]:
         """The module that a function on the stack belongs to, by the lines that lead to it; of two, the outer one."""
         modules: dict[tuple[str, ...], str] = {}
         for index, op in enumerate(self.ops):
@@ -126,7 +126,7 @@ class Step:
             stack = self.stack(index)
             for depth in range(1, len(stack)):
                 if stack[depth] == line:
-                    inner, outer = (self._modules_of_calls.get(stack[:end], "") for end in (depth, depth - 1))
+                    inner, outer = (self.modules_of_calls.get(stack[:end], "") for end in (depth, depth - 1))
                     found.add(stack[depth - 1] if inner == outer else "")
                     break
         return found.pop() if len(found) == 1 else ""

@@ -384,14 +384,10 @@ def _outermost_calls(
 
 def _called_functions(step: Step, calls: Mapping[int, _Call]) -> dict[int, _Call]:
     """For ops of a function that a line calls, and that is no other module, the lines on the stack from there."""
-    modules: dict[_Call, str] = {}
-    """The module that a function on the stack belongs to."""
-    for index, op in enumerate(step.ops):
-        modules.setdefault(_stack(step, index)[:-1], op.module)
     functions = {}
     for index, call in calls.items():
         callee = _stack(step, index)[len(call) :]
-        if callee and step.ops[index].module == modules.get(call[:-1], ""):
+        if callee and step.ops[index].module == step.modules_of_calls.get(call[:-1], ""):
             functions[index] = callee
     return functions
 

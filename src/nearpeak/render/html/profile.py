@@ -227,7 +227,7 @@ def _findings(profile: Profile, report: Document, findings: Sequence[Finding]) -
 
 
 def _finding(number: int, finding: Finding, excerpt: SourceExcerpt | None, *, with_saving: bool) -> Markup:
-    where = visible(finding.source or finding.module, 80) or "the step"
+    where = visible(finding.where, 80)
     places = f", {finding.places:,} places" if finding.places > 1 else ""
     summary = element(
         "summary",
