@@ -25,6 +25,7 @@ import torch
 from nearpeak.measure.options import Progress
 from nearpeak.profiling.job import Team, launched_rank
 from nearpeak.trace.source import user_line
+from nearpeak.trace.threads import current_frames
 
 STALL_S = 12.0
 """A collective that has not ended for so long is a hang, until it ends."""
@@ -119,7 +120,7 @@ def _ranks(ranks: list[int]) -> str:
 
 def own_state(now_s: float | None = None) -> RankState:
     """Where this rank is now."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = current_frames().get(threading.main_thread().ident or 0)
     line = ""
     with suppress(Exception):
         line = user_line(frame)[0] if frame is not None else ""

@@ -24,6 +24,7 @@ import torch
 from nearpeak.ops.op import PythonStretch, StackLine
 from nearpeak.trace.guard import undone_in_child
 from nearpeak.trace.source import is_nearpeak_file, is_torch_file, own_line
+from nearpeak.trace.threads import collection_is_due, current_frames
 
 try:
     from resource import RUSAGE_THREAD, getrusage
@@ -115,7 +116,7 @@ class PythonTime:
     def _sample(self) -> None:
         while not self._running.acquire(timeout=SAMPLE_INTERVAL_S):
             now = time.perf_counter()  # first: the thread runs on while its stack is read
-            self._saw(self._op, sampled_stack(sys._current_frames().get(self._thread)), now)
+            self._saw(self._op, sampled_stack(current_frames().get(self._thread), is_running=True), now)
         self._running.release()
 
     def _saw(self, op: int, stack: tuple[StackLine, ...] | None, now: float) -> None:
@@ -136,8 +137,11 @@ def _caller() -> FrameType | None:
     return frame
 
 
-def sampled_stack(frame: FrameType | None) -> tuple[StackLine, ...] | None:
-    """The lines of the user's own that run, the innermost first; () if it is torch that runs, and None if nearpeak."""
+def sampled_stack(frame: FrameType | None, is_running: bool = False) -> tuple[StackLine, ...] | None:
+    """The lines of the user's own that run, the innermost first; () if it is torch that runs, and None if nearpeak.
+
+    The stack of a thread that `is_running` is None too where it could not be read to its end.
+    """
     if frame is None or is_nearpeak_file(frame.f_code.co_filename):
         return None
     stack: list[StackLine] = []
@@ -146,6 +150,8 @@ def sampled_stack(frame: FrameType | None) -> tuple[StackLine, ...] | None:
         line = own_line(frame)
         if line:
             stack.append(StackLine(line, _lines_of(frame.f_code)))
+        if is_running and collection_is_due():
+            return None
         frame = frame.f_back
     return tuple(stack)
 

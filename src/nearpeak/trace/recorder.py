@@ -77,6 +77,7 @@ from nearpeak.trace.seen_values import SeenValues
 from nearpeak.trace.source import AUTOGRAD_ENGINE_CODE, COLLATE, UserLines, lines_that_write, own_stack, package_files
 from nearpeak.trace.state_snapshot import StateSnapshot
 from nearpeak.trace.storages import Storages, below_transforms, innermost, storage_of
+from nearpeak.trace.threads import current_frames
 
 P = ParamSpec("P")
 
@@ -1161,7 +1162,7 @@ class RecomputeDetector:
 def _creates_graph(frame: FrameType | None) -> bool:
     """Whether the pass around a frame has create_graph=True. Threads of the engine have no frame of the caller."""
     engine = _nearest_engine_frame(frame)
-    engines = [engine] if engine is not None else map(_nearest_engine_frame, sys._current_frames().values())
+    engines = [engine] if engine is not None else map(_nearest_engine_frame, current_frames().values())
     return any(_requested_graph(frame) for frame in engines if frame is not None)
 
 
