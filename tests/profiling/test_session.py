@@ -10,7 +10,7 @@ from replays import event, write_events
 from nearpeak.ops.op import Trace
 from nearpeak.profiling import session
 from nearpeak.profiling.session import PROFILED_STEPS
-from nearpeak.profiling.steps import StepKind
+from nearpeak.profiling.steps import Awaited, StepKind
 from nearpeak.trace import guard
 from nearpeak.trace.kineto.read import read_trace
 from nearpeak.trace.live import LiveTrace
@@ -158,7 +158,8 @@ def test_what_we_do_at_the_end_of_a_step_is_no_part_of_it(monkeypatch):
 class Detector:
     """Of steps after which something may come."""
 
-    awaits = ("the first step of Adam", 60.0)
+    awaits = Awaited("the first step of Adam", 60.0)
+    awaited_loop = ""
     unfinished_calls = 0
 
     def __init__(self):
@@ -207,6 +208,18 @@ def test_the_program_goes_on_while_a_longer_step_may_come_and_ends_when_it_does_
     assert recorded.records("play.py") is not None
 
 
+def test_a_loop_is_waited_for_until_it_is_known_to_be_no_step(recorded):
+    recorded._wait_ends = None
+    recorded.steps.awaits = Awaited("the next turns of the loop at serve.py:8", 10.0, is_loop=True)
+    recorded.steps.awaited_loop = "serve.py:8"
+    recorded._complete()
+    recorded.take_step(1.0)
+    assert not recorded.steps.stopped
+    recorded.steps.awaited_loop = ""
+    with pytest.raises(session.StopRun):
+        recorded.take_step()
+
+
 def test_a_period_begins_with_one_more_step_to_warm_up_and_what_was_recorded_counts_until_it_is(recorded):
     recorded.take_step()
     recorded.period_begins("the program repeats 16 steps as one: these are the step")
@@ -215,7 +228,7 @@ def test_a_period_begins_with_one_more_step_to_warm_up_and_what_was_recorded_cou
     recorded.take_step(0.5)
     recorded.take_step(0.5)
     assert recorded.schedule.phase == "clean"
-    recorded.steps.awaits = ("", 0.0)
+    recorded.steps.awaits = Awaited()
     with pytest.raises(session.StopRun):
         for _ in range(20):
             recorded.take_step(0.5)

@@ -377,7 +377,7 @@ def test_a_rollout_before_several_training_steps_is_part_of_one_step(watcher):
             if iteration == 0:
                 assert steps.awaited()[0] == "calls of Linear without gradients again"
     assert watcher.events.count("period") == 1
-    assert steps.awaited() == ("", 0.0)
+    assert not steps.awaited().what
     assert watcher.events[-7:] == ["begins", "ends"] * 3 + ["step"]
     whole = watcher.kinds[-3:]
     assert {(kind.trained, kind.evaluated) for kind in whole} == {(3, 30)}
@@ -396,7 +396,7 @@ def test_a_training_step_says_that_it_has_calls_without_gradients(watcher):
     assert watcher.kinds[-1].words == (
         "a training step, up to the step of Adam, with 30 calls of Linear without gradients"
     )
-    assert steps.awaited() == ("", 0.0)
+    assert not steps.awaited().what
 
 
 def test_five_steps_of_a_critic_and_one_of_its_generator_are_one_step(watcher):
@@ -469,11 +469,11 @@ def test_nothing_is_awaited_without_an_optimizer_or_with_a_step_function(watcher
     monkeypatch.setattr(gc, "get_objects", lambda: objects)
     with detect_steps(watcher) as steps:
         rollout(model, 3)
-        assert steps.awaited() == ("", 0.0)
+        assert not steps.awaited().what
         objects.append(torch.optim.SGD(model.parameters()))
         assert steps.awaited()[0] == "the first step of SGD"
         steps.has_step_function = True
-        assert steps.awaited() == ("", 0.0)
+        assert not steps.awaited().what
 
 
 def test_a_class_that_refuses_changes_is_watched_without_its_metaclass_knowing(watcher):
@@ -524,9 +524,54 @@ def test_the_next_text_may_be_read_by_many_calls_before_its_tokens_follow(watche
                 text = layer(text)
             for _ in range(6):
                 token = embedding(torch.zeros(2, dtype=torch.long))
-                for layer in decoder:
-                    token = layer(token + text)
+                token = decoder[0](token + text)
+                token = decoder[1](token + text)
+                token = decoder[2](token + text)
                 head(token)
     assert watcher.events.count("period") == 1
     tokens = [kind.irregular for kind in watcher.kinds[-2 * (8 + 6) :]]
     assert tokens == [*[True] * 8, *[False] * 6] * 2
+
+
+def answer(requests, model, head):
+    for request in range(requests):
+        text = model(torch.randn(2, 4))
+        for _ in range(6 + request % 2):
+            head(model(text))
+        yield request  # what comes after the tokens is in no call
+
+
+def test_a_turn_of_a_loop_around_loops_is_a_step(watcher):
+    clock = Ticking()
+    model, head = torch.nn.Linear(4, 4), torch.nn.Tanh()
+    with detect_steps(watcher, clock) as steps, torch.no_grad():
+        for request in answer(6, model, head):
+            clock.ticks += 40
+            if request == 0:
+                assert "answer" not in steps.awaited().what
+                assert steps.awaited().is_loop
+    assert not steps.awaited().what
+    line = answer.__code__.co_firstlineno + 1
+    whole = watcher.kinds[-3:]
+    assert [kind.evaluated for kind in whole] == [13, 15, 13]
+    assert not any(kind.irregular for kind in whole)
+    assert whole[0].is_similar(whole[1])
+    assert whole[0].words == (
+        f"a turn of the loop at test_steps.py:{line}, with 7 calls of Linear and 6 calls of Tanh without gradients"
+    )
+
+
+def test_what_comes_between_the_turns_of_a_loop_is_another_step(watcher):
+    embedding, head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8)
+    encoder, decoder = ([torch.nn.Linear(4, 4) for _ in range(count)] for count in (8, 3))
+    with detect_steps(watcher, Ticking()), torch.no_grad():
+        for _ in range(3):
+            text = torch.ones(2, 4)
+            for layer in encoder:
+                text = layer(text)
+            for _ in range(6):
+                token = embedding(torch.zeros(2, dtype=torch.long))
+                for layer in decoder:
+                    token = layer(token + text)
+                head(token)
+    assert [kind.irregular for kind in watcher.kinds[-13:]] == [True, *[False] * 6, True, *[False] * 5]

@@ -36,7 +36,7 @@ from nearpeak.profiling.assemble import StepRecords
 from nearpeak.profiling.inject import FaultInjector
 from nearpeak.profiling.job import Team, read_timeline
 from nearpeak.profiling.loader_starts import LoaderStarts
-from nearpeak.profiling.steps import StepDetector, StepKind
+from nearpeak.profiling.steps import Awaited, StepDetector, StepKind
 from nearpeak.profiling.torch_profiler import (
     Profiler,
     StepEvents,
@@ -528,6 +528,7 @@ class Session:
         """Of steps before the first training step, or before the first whole period."""
         self._wait_ends: float | None = None
         """Until when a longer step may come, once everything is recorded."""
+        self._waits_for_loop = False
 
     @property
     def steps_seen(self) -> int:
@@ -653,12 +654,13 @@ class Session:
             return False
         now = self.guard.program_time()
         if self._wait_ends is None:
-            what, wait_s = self.guard.call(self.steps.awaited) or ("", 0.0)
-            if what:
-                self._wait_ends = now + wait_s
-                self._say(f"waiting up to {seconds(wait_s)} for {what}: these may be one step")
-            return bool(what)
-        if now < self._wait_ends:
+            awaited = self.guard.call(self.steps.awaited) or Awaited()
+            if awaited.what:
+                self._wait_ends = now + awaited.seconds
+                self._waits_for_loop = awaited.is_loop
+                self._say(f"waiting up to {seconds(awaited.seconds)} for {awaited.what}: these may be one step")
+            return bool(awaited.what)
+        if now < self._wait_ends and not (self._waits_for_loop and not self.steps.awaited_loop):
             return True
         self._wait_ends = None
         return False

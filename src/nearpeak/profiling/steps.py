@@ -4,8 +4,9 @@ A training step ends with an optimizer's step, whatever came before it: several 
 accumulated. Code that never trains takes a step with each top-level call of a module without gradients: a batch, or a
 token of a generated text. Code that takes gradients and has no optimizer, such as one that follows forces or updates
 its weights by hand, takes a step from the start of one such call to the next. These ends are the marks of the program:
-where it repeats several of them as one (`PeriodFinder`), that period is the step. A user who knows better names a
-function, each call of which is a step.
+where it repeats several of them as one (`PeriodFinder`), that period is the step, and so is a turn of a loop around the
+loops that call models, if much of its time is outside of these (`OuterLoop`). A user who knows better names a function,
+each call of which is a step.
 
 Top-level calls are those inside no other module's call. While modules are searched for, every call is looked at
 (`trace/modules.py`); the class of a module with a top-level call then gets a `__call__` of its own, so that other
@@ -19,18 +20,20 @@ import dataclasses
 import functools
 import gc
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
-from typing import Any, Protocol
+from types import FrameType, FunctionType, MethodType
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch._dynamo.callback import callback_handler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from nearpeak.profiling.outer_loop import LoopKey, OuterLoop
 from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.guard import Guard, OwnThread, undone_in_child
 from nearpeak.trace.modules import watch_module_calls
@@ -102,6 +105,17 @@ ROLLOUT_WAITS, MIN_ROLLOUT_WAIT_S = 10.0, 5.0
 long as they took, and at least so long."""
 
 
+class Awaited(NamedTuple):
+    """What may come and make a longer step of those so far."""
+
+    what: str = ""
+    """ "" if nothing is expected."""
+    seconds: float = 0.0
+    """How long it may take."""
+    is_loop: bool = False
+    """Whether it is a loop, which may turn out to be no step before."""
+
+
 class StepListener(Protocol):
     """Receives the events of a `StepDetector`."""
 
@@ -155,6 +169,10 @@ class StepDetector:
         self._finder = PeriodFinder()
         self._period: tuple[Hashable, ...] = ()
         """The marks of a step; () if each mark ends one."""
+        self._outer: OuterLoop | None = OuterLoop()
+        """None once no loop is looked for."""
+        self._loop: LoopKey | None = None
+        """The loop of which each turn is a step."""
         self._thread: OwnThread | None = None
         """The thread of the first mark."""
         self._stray_marks = 0
@@ -174,23 +192,31 @@ class StepDetector:
         """Whether an optimizer has taken a step."""
         return self._first is not None
 
-    def awaited(self) -> tuple[str, float]:
-        """What may come and make a longer step of those so far, and for how many seconds; "" if nothing is expected."""
-        if self.has_step_function or self._period or self._finder.refused:
-            return "", 0.0
+    def awaited(self) -> Awaited:
+        """What may come and make a longer step of those so far."""
+        if self.has_step_function:
+            return Awaited()
+        is_known = bool(self._period or self._loop or self._finder.refused)
         if self._first is None:
-            optimizer = _live_optimizer()
-            return (f"the first step of {optimizer}", TRAINING_WAIT_S) if optimizer else ("", 0.0)
+            optimizer = "" if is_known else _live_optimizer()
+            if optimizer:
+                return Awaited(f"the first step of {optimizer}", TRAINING_WAIT_S)
+            loop = self.awaited_loop
+            return Awaited(f"the next turns of the loop at {loop}", MAX_PERIOD_S, is_loop=True) if loop else Awaited()
         rollout = self._before_training
-        if rollout is None:
-            return "", 0.0
-        return f"calls of {rollout.module} without gradients again", min(
-            max(ROLLOUT_WAITS * rollout.seconds, MIN_ROLLOUT_WAIT_S), TRAINING_WAIT_S
-        )
+        if is_known or rollout is None:
+            return Awaited()
+        wait_s = min(max(ROLLOUT_WAITS * rollout.seconds, MIN_ROLLOUT_WAIT_S), TRAINING_WAIT_S)
+        return Awaited(f"calls of {rollout.module} without gradients again", wait_s)
+
+    @property
+    def awaited_loop(self) -> str:
+        """The line of a loop whose turns may be the steps, which a few more of them will show; "" if there is none."""
+        return "" if self._outer is None or self.trains else self._outer.awaited
 
     def notes(self) -> tuple[str, ...]:
         """What a reader of the profile must know about what was taken as a step."""
-        return (self._finder.refused,) if self._finder.refused else ()
+        return (self._finder.refused,) if self._finder.refused and not self._loop else ()
 
     def mark(self, function: Any) -> Any:
         """Wraps a function so that each of its calls is a step; of nested calls only the outer one."""
@@ -212,7 +238,7 @@ class StepDetector:
             try:
                 self.calls.open()
                 yield
-                self._guard.call(self._before_module)  # a last step that ended inside the backward pass
+                self._guard.call(self._end_open_mark)  # a last step that ended inside the backward pass
             finally:
                 self.is_open = False
                 self.stop()
@@ -261,6 +287,7 @@ class StepDetector:
             self._before_training = Rollout(module=self._last_called, seconds=took)
             self._mark.evaluated = self._finder.count
         self._finder, self._period, self._unit, self._thread = PeriodFinder(), (), StepUnit(marks=0), None
+        self._outer = self._loop = None
         self.calls.open()
         self._report_after(optimizer)
         self._listener.training_begins()
@@ -287,6 +314,33 @@ class StepDetector:
                 self._first.step = self._original_step  # type: ignore[method-assign]
 
     def _before_module(self) -> None:
+        self._end_open_mark()
+        if self._outer is not None and self._first is None and not self.has_step_function and not _in_backward():
+            self._look_at_loops(self._outer, sys._getframe(1))
+
+    def _look_at_loops(self, outer: OuterLoop, frame: FrameType) -> None:
+        """A call begins: it may be the first in a turn of a loop."""
+        if self._thread is not None and not self._thread:
+            return
+        before = outer.turn
+        outer.call_begins(frame, self._guard.program_time())
+        if self._loop is not None and outer.turn != before and self._unit.marks:
+            unit, self._unit = self._unit, StepUnit(marks=0)
+            kind = unit.kind(self._loop[0])
+            self._listener.step_ends(dataclasses.replace(kind, irregular=True) if before is None else kind)
+        if outer.found not in (None, self._loop):
+            if _many_ranks():  # which must agree
+                self._outer = None
+                return
+            if len(self._period) >= outer.calls_in_turn:  # a turn is a period, and known as such
+                outer.refuse()
+                return
+            self._loop, self._period, self._unit = outer.found, (), StepUnit(marks=0)
+            self._listener.period_begins(f"each turn of the loop at {outer.found[0]} is a step")
+        elif outer.is_settled:
+            self._outer = None
+
+    def _end_open_mark(self) -> None:
         if self._ended_in_backward is not None and not _in_backward():
             symbol, self._ended_in_backward = self._ended_in_backward, None
             self._end_mark(symbol)
@@ -327,6 +381,9 @@ class StepDetector:
             self._thread = OwnThread()
         if not self._thread:  # the marks of several threads come in any order
             self._listener.step_ends(mark.kind())
+            return
+        if self._loop is not None:
+            self._unit.add(mark)
             return
         if self._period:
             self._end_in_period(symbol, mark)
@@ -433,13 +490,15 @@ class StepUnit:
         self.steps += mark.steps
         self.module, self.shape = mark.module, mark.shape
 
-    def kind(self) -> StepKind:
-        """The kind of step that it is."""
+    def kind(self, loop: str = "") -> StepKind:
+        """The kind of step that it is; `loop` is the line of the loop of which it is a turn."""
+        if loop:
+            return StepKind(trained=self.trained, evaluated=self.evaluated, words=self.words(loop))
         if self.module:
             return StepKind(module=self.module, shape=self.shape, words=self.words())
         return StepKind(trained=self.trained, evaluated=self.evaluated, words=self.words())
 
-    def words(self) -> str:
+    def words(self, loop: str = "") -> str:
         """What it is, for people."""
         calls = [_count(number, "call", name) for name, number in self.calls.items()]
         steps = [_count(number, "step", name) for name, number in self.steps.items()]
@@ -449,6 +508,8 @@ class StepUnit:
         if trained:
             trained[-1] += " with gradients"
             calls += trained
+        if loop:
+            return f"a turn of the loop at {loop}, with {_and([*calls, *steps])}"
         if self.marks > 1:
             return f"a period of {_and([*calls, *steps])}"
         if not steps:
@@ -479,6 +540,10 @@ def _live_optimizer() -> str:
         if issubclass(type(thing), torch.optim.Optimizer):
             return type(thing).__name__
     return ""
+
+
+def _many_ranks() -> bool:
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _in_backward() -> bool:

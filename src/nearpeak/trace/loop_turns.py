@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from nearpeak.ops.op import Turn
-from nearpeak.trace.source import is_nearpeak_file, user_file_name
+from nearpeak.trace.source import is_nearpeak_file, own_file_name, user_file_name
 
 
 class _LoopCode(NamedTuple):
@@ -72,7 +72,7 @@ class LoopTurns:
             program's.
     """
 
-    def __init__(self, dispatcher: CodeType) -> None:
+    def __init__(self, dispatcher: CodeType | None = None) -> None:
         self._dispatcher = dispatcher
         self._levels: list[_Level] = []
         """The stack at the last op, the outermost function first."""
@@ -85,6 +85,22 @@ class LoopTurns:
 
     def note_op(self, index: int, name: str, frame: FrameType | None) -> None:
         """An op that the program calls runs below `frame`."""
+        if self._arrive(frame):
+            self._stretches.append(self._stretch())
+        self._stretches[-1].ops.append(index)
+        self._stretches[-1].names.append(name)
+
+    def around(self, frame: FrameType | None) -> tuple[Turn, ...]:
+        """The turns that whatever runs below `frame` is in, the outermost loop first.
+
+        Loops of libraries that call the user's own code, such as those of a notebook, are no loops of the program's.
+        """
+        self._arrive(frame)
+        first = next((depth for depth, level in enumerate(self._levels) if own_file_name(level.code.co_filename)), None)
+        return () if first is None else self._turns(first)
+
+    def _arrive(self, frame: FrameType | None) -> bool:
+        """The program has come to another place, below `frame`; False if it is the same as the last one."""
         codes: list[CodeType] = []
         instructions: list[int] = []
         while frame is not None and is_nearpeak_file(frame.f_code.co_filename):
@@ -100,12 +116,11 @@ class LoopTurns:
             frame = frame.f_back
         codes.reverse()
         instructions.reverse()
-        if instructions != self._instructions or codes != self._codes:
-            self._move(codes, instructions)
-            self._codes, self._instructions = codes, instructions
-            self._stretches.append(self._stretch())
-        self._stretches[-1].ops.append(index)
-        self._stretches[-1].names.append(name)
+        if instructions == self._instructions and codes == self._codes:
+            return False
+        self._move(codes, instructions)
+        self._codes, self._instructions = codes, instructions
+        return True
 
     def turns(self) -> dict[int, tuple[Turn, ...]]:
         """The turns that ops ran in, by the index of the op; the outermost loop first.
@@ -202,11 +217,12 @@ class LoopTurns:
         place = (*(id(level.code) for level in below), *(level.instruction for level in below))
         return _Stretch(path, below[0].loops[-1].run, place, [], [])
 
-    def _turns(self) -> tuple[Turn, ...]:
+    def _turns(self, first: int = 0) -> tuple[Turn, ...]:
+        """Those of the functions on the stack, from the first of them on."""
         turns: list[Turn] = []
         torchs: list[_Running] = []
         """Loops of torch's own since the last function of the user's."""
-        for level in self._levels:
+        for level in self._levels[first:]:
             if level.file:
                 line = f"{level.file}:{_line_of(level.code, level.instruction)}"
                 function = f"{level.file}:{level.code.co_firstlineno}"
@@ -250,15 +266,18 @@ def _loops_of(code: CodeType) -> tuple[_LoopCode, ...]:
     cached = _loops.get(id(code))
     if cached is None:
         ends: dict[int, int] = {}
+        lines: dict[int, int] = {}
+        """Of the statements: a `while` is tested at the end of a turn, and its line is that of the jump."""
         exits: dict[int, int] = {}
         for item in dis.get_instructions(code):
             if item.opname == "FOR_ITER":
                 exits[item.offset] = item.argval
             elif "JUMP_BACKWARD" in item.opname and "NO_INTERRUPT" not in item.opname:  # that one waits for a generator
                 ends[item.argval] = max(ends.get(item.argval, 0), item.offset + 1)
+                first = lines.get(item.argval, _line_of(code, item.argval))
+                lines[item.argval] = min(first, _line_of(code, item.offset))
         found = [
-            _LoopCode(start, exits.get(start, end), _line_of(code, start), next(_loop_numbers))
-            for start, end in ends.items()
+            _LoopCode(start, exits.get(start, end), lines[start], next(_loop_numbers)) for start, end in ends.items()
         ]
         cached = _loops[id(code)] = code, tuple(sorted(found, key=lambda loop: (loop.start, -loop.end)))
     return cached[1]

@@ -247,12 +247,18 @@ def _own_file(filename: str) -> str:
     return "" if _PACKAGE_FILE.match(filename) else _user_file(filename)
 
 
+def own_file_name(filename: str) -> str:
+    """The name of a file with code of the user's own; else ""."""
+    name = _own_file_names.get(filename)
+    if name is None:
+        name = _own_file_names[filename] = _own_file(filename)
+    return "" if name == _ENGINE else name
+
+
 def own_line(frame: FrameType) -> str:
     """The line of a frame if its code is the user's own, not that of a library; else ""."""
-    name = _own_file_names.get(frame.f_code.co_filename)
-    if name is None:
-        name = _own_file_names[frame.f_code.co_filename] = _own_file(frame.f_code.co_filename)
-    return "" if name in ("", _ENGINE) else _line_at(frame, name)[0]
+    name = own_file_name(frame.f_code.co_filename)
+    return _line_at(frame, name)[0] if name else ""
 
 
 def own_stack(frame: FrameType | None) -> tuple[str, ...]:
