@@ -149,11 +149,13 @@ def clean(folder: Path, seed: int) -> dict[str, Any]:
 def what_if(folder: Path, seed: int, *, asleep_s: float = 0.0) -> dict[str, Any]:
     """The step without an injected delay, as predicted, beside runs without it, before and after.
 
-    Asleep, layers have little work: a rank that waits leaves its core, and half of a hyperthreaded one, to the others,
-    which are then faster than they will be without the delay.
+    Asleep, layers have little work, and there are no more ranks than processors: a rank that waits leaves its core, and
+    half of a hyperthreaded one, to the others, which are then faster than they will be without the delay.
     """
     ranks, width, layers, rank, _, amount = draw(seed)
-    width = width // 8 if asleep_s else width
+    if asleep_s:
+        ranks, width = min(ranks, os.cpu_count() or ranks), width // 8
+        rank %= ranks
     before = run_job(folder, ranks, width, layers, asleep_s=asleep_s)["wall_s"]
     job = run_job(folder, ranks, width, layers, f"rank={rank},delay={amount}ms", asleep_s=asleep_s)
     after = run_job(folder, ranks, width, layers, asleep_s=asleep_s)["wall_s"]

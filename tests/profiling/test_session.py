@@ -220,6 +220,25 @@ def test_a_loop_is_waited_for_until_it_is_known_to_be_no_step(recorded):
         recorded.take_step()
 
 
+def test_an_injected_delay_counts_as_the_programs(watching, monkeypatch):
+    clock = types.SimpleNamespace(now=100.0)
+    monkeypatch.setattr(guard, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+
+    class Injector:
+        def step_begins(self):
+            clock.now += 0.5
+
+    watching.injector = Injector()
+    for _ in range(40):
+        with watching.guard.own_time():  # what ends a step is called by code of nearpeak
+            watching.step_ends(StepKind(trained=1))
+        clock.now += 0.25
+        if watching.schedule.phase not in ("warm-up", "clean"):
+            break
+    assert set(watching.schedule.walls) == {0.75}
+    watching.abandon()
+
+
 def test_a_period_begins_with_one_more_step_to_warm_up_and_what_was_recorded_counts_until_it_is(recorded):
     recorded.take_step()
     recorded.period_begins("the program repeats 16 steps as one: these are the step")

@@ -80,7 +80,13 @@ def cluster():
 def fit_plan():
     """Of a step that fits after one of two changes."""
     remedy = Remedy(
-        recomputed_layers=4, pieces=1, states="as they are", sharding="none", bytes=7e10, added_seconds=0.01
+        recomputed_layers=4,
+        pieces=1,
+        states="as they are",
+        sharding="none",
+        peak=6.8e10,
+        bytes=7e10,
+        added_seconds=0.01,
     )
     return FitPlan(
         source="train.py:step",

@@ -134,3 +134,12 @@ def test_the_clock_of_the_program_stands_still_while_our_code_runs(monkeypatch):
         takes(9.0)
         raise KeyboardInterrupt
     assert guard.program_time() - begun == 3.0
+    with guard.own_time():
+        takes(9.0)
+        with guard.as_program():
+            takes(4.0)
+        takes(9.0)
+        assert guard.program_time() - begun == 7.0
+    with guard.as_program():
+        takes(1.0)
+    assert guard.program_time() - begun == 8.0

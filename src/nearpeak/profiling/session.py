@@ -591,8 +591,9 @@ class Session:
         with self.guard.own_time():
             self.loaders.steps += 1
             self._step_ends(kind, between)
-        if self.injector is not None:  # as if it were code of the program
-            self.injector.step_begins()
+        if self.injector is not None:
+            with self.guard.as_program():
+                self.injector.step_begins()
 
     def _step_ends(self, kind: StepKind | None, between: Callable[[], object] | None) -> None:
         self.last_end = self.guard.program_time()

@@ -68,6 +68,16 @@ class Guard:
         """A context in which code of nearpeak runs: `program_time` stands still. Contexts may be nested."""
         return self._own_time
 
+    @contextmanager
+    def as_program(self) -> Iterator[None]:
+        """Inside, what runs counts as the program, also where code of nearpeak calls it."""
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._own_time.depth:
+                self._own_time.entered += time.perf_counter() - begun
+
     def program_time(self, *, now: bool = False) -> float:
         """A clock in seconds that runs while the program does, and not while code of nearpeak runs inside it.
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.cli.main import main
@@ -33,27 +34,29 @@ class Layer(nn.Module):
 
 
 class Network(nn.Module):
-    def __init__(self):
+    def __init__(self, recomputed=0):
         super().__init__()
+        self.recomputed = recomputed
         self.table = nn.Embedding(CLASSES, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, x):
         x = self.table(x)
-        for layer in self.layers:
-            x = layer(x)
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number < self.recomputed else layer(x)
         return self.head(x)
 
 
-def build():
-    model = Network()
+def build(recomputed=0, pieces=1):
+    model = Network(recomputed)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
 
     def step():
         optimizer.zero_grad(set_to_none=True)
-        functional.cross_entropy(model(tokens).view(-1, CLASSES), tokens.view(-1)).backward()
+        for piece in tokens.chunk(pieces):
+            functional.cross_entropy(model(piece).view(-1, CLASSES), piece.view(-1)).backward()
         optimizer.step()
 
     return step
@@ -98,6 +101,19 @@ def test_each_remedy_fits_and_is_ranked_by_its_time(traced):
     times = [remedy.added_seconds for remedy in plan.remedies]
     assert times == sorted(times)
     assert all(remedy.bytes <= plan.capacity and remedy.changes for remedy in plan.remedies)
+
+
+@pytest.mark.parametrize("share", [0.85, 0.7, 0.6])
+def test_the_changed_step_has_the_peak_that_is_said(traced, share):
+    plan = plan_for(traced, spare=share * plan_for(traced).peak)
+    remedies = [remedy for remedy in plan.remedies if remedy.states == "as they are"]
+    assert remedies
+    for remedy in remedies:
+        with fake():
+            step = build(remedy.recomputed_layers, remedy.pieces)
+        recorded = trace(step)
+        changed = fit_step(recorded, estimate_trace(recorded, traced[2]), Cluster.of(traced[2], gpus=1))
+        assert remedy.peak == pytest.approx(changed.peak, rel=0.05), remedy
 
 
 def test_no_more_layers_are_recomputed_than_needed(traced, monkeypatch):

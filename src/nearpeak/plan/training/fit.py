@@ -51,6 +51,8 @@ class Remedy:
     """Microbatches that the batch is cut into."""
     states: States
     sharding: Sharding
+    peak: float
+    """Bytes of tensors at the fullest op after them: what torch.cuda.max_memory_allocated would say."""
     bytes: float
     """Memory that a GPU needs after them, context and allocator included."""
     added_seconds: float
@@ -181,13 +183,15 @@ def _remedies(step: _Step, capacity: float) -> Iterable[Remedy]:
             fits = step.needed(step.peak(replace(choice, recomputed=middle))) <= capacity
             low, high = (low, middle) if fits else (middle, high)
         best = replace(choice, recomputed=high)
+        peak = step.peak(best)
         found.append(
             Remedy(
                 recomputed_layers=high,
                 pieces=choice.pieces,
                 states=choice.states,
                 sharding=choice.sharding,
-                bytes=step.needed(step.peak(best)),
+                peak=peak,
+                bytes=step.needed(peak),
                 added_seconds=step.added_seconds(best),
             )
         )
