@@ -102,11 +102,15 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden)
         self.head = nn.Linear(shape.hidden, shape.vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What the head reads."""
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
             x = checkpoint(layer, x, use_reentrant=False) if number < self.recomputed else layer(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.hidden(tokens))
 
 
 def training_step(shape: Shape, layers: int) -> Callable[[], None]:

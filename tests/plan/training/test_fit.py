@@ -48,10 +48,10 @@ class Network(nn.Module):
         return self.head(x)
 
 
-def build(recomputed=0, pieces=1):
+def build(recomputed=0, pieces=1, batch=BATCH, **options):
     model = Network(recomputed)
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    tokens = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    optimizer = torch.optim.AdamW(model.parameters(), **(options or {"foreach": False}))
+    tokens = torch.zeros(batch, TOKENS, dtype=torch.int64)
 
     def step():
         optimizer.zero_grad(set_to_none=True)
@@ -116,8 +116,55 @@ def test_the_changed_step_has_the_peak_that_is_said(traced, share):
         assert remedy.peak == pytest.approx(changed.peak, rel=0.05), remedy
 
 
+def test_temporary_tensors_of_the_optimizer_go_where_it_is_fused(traced):
+    def planned(spare=None, **options):
+        with fake():
+            step = build(batch=1, **options)
+        recorded = trace(step)
+        return plan_for((recorded, estimate_trace(recorded, traced[2]), traced[2]), spare)
+
+    whole = planned(foreach=True)
+    assert "_foreach_sqrt" in whole.at
+    plan = planned(0.95 * whole.peak, foreach=True)
+    (remedy,) = [remedy for remedy in plan.remedies if remedy.states == "as they are"]
+    assert str(remedy) == "a fused optimizer (fused=True)"
+    fused = planned(fused=True)
+    assert remedy.peak == pytest.approx(fused.peak, rel=0.02)
+    assert remedy.exact and remedy.added_seconds < 0
+    assert not any(item.fused for item in planned(0.95 * fused.peak, fused=True).remedies)
+
+
+def test_a_loss_in_chunks_has_one_of_them_in_memory(traced, monkeypatch):
+    classes = 64 * CLASSES
+
+    def planned(chunks, spare=None):
+        with fake():
+            table, head = nn.Embedding(classes, WIDTH), nn.Linear(WIDTH, classes)
+            tokens = torch.zeros(TOKENS * BATCH, dtype=torch.int64)
+
+        def loss(rows, wanted):
+            return functional.cross_entropy(head(rows), wanted, reduction="sum")
+
+        def step():
+            parts = zip(table(tokens).chunk(chunks), tokens.chunk(chunks), strict=True)
+            sum(
+                loss(*part) if chunks == 1 else checkpoint(loss, *part, use_reentrant=False) for part in parts
+            ).backward()
+
+        recorded = trace(step)
+        return plan_for((recorded, estimate_trace(recorded, traced[2]), traced[2]), spare)
+
+    monkeypatch.setattr(fit._Step, "_batch_size", lambda self: None)
+    plan = planned(1, spare=0.6 * planned(1).peak)
+    (remedy,) = plan.remedies
+    assert str(remedy) == f"the loss in {fit.LOSS_CHUNKS} chunks, recomputed"
+    assert remedy.added_seconds > 0 and remedy.exact
+    assert remedy.peak == pytest.approx(planned(fit.LOSS_CHUNKS).peak, rel=0.05)
+
+
 def test_no_more_layers_are_recomputed_than_needed(traced, monkeypatch):
     monkeypatch.setattr(fit._Step, "_batch_size", lambda self: None)  # one sequence, which has no parts
+    monkeypatch.setattr(fit._Step, "_scores", lambda self: set())  # and no loss of classes
     whole = plan_for(traced)
     counts = []
     for share in (0.95, 0.85, 0.75):

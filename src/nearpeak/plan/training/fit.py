@@ -6,7 +6,10 @@ rewrites these lifetimes:
 
 - recomputing the first `n` layers: what such a layer saves for its backward pass is gone between the two, except what
   it hands on; the layer's forward ops run once more;
-- smaller microbatches: activations shrink, gradients stay from one to the next, weights are read again;
+- smaller microbatches: activations shrink, gradients stay from one to the next and grow by addition, weights are read
+  again;
+- the loss in chunks of the rows, recomputed in the backward pass: one chunk of the logits is in memory at a time;
+- a fused optimizer, which has no temporary tensors of the size of the weights;
 - 8-bit optimizer states, or states in host memory, which move over PCIe once each way;
 - sharding over the GPUs: optimizer states (zero1), gradients too (zero2), weights too (zero3).
 
@@ -16,6 +19,7 @@ All combinations are tried, each with the fewest layers to recompute, and ranked
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -36,6 +40,9 @@ from nearpeak.units import quantity
 MOST_PIECES = 64
 """Microbatches that a batch is cut into at most."""
 MOST_REMEDIES = 6
+LOSS_CHUNKS = 8
+ADAMS_OPS = {"aten._foreach_lerp_", "aten._foreach_sqrt", "aten._foreach_addcdiv_"}
+"""Of torch's Adam and AdamW with temporary tensors: with `fused=True` they compute the same."""
 EIGHT_BIT_STATE = 1.0 + 4.0 / 256
 """Bytes of an 8-bit optimizer state: a float32 scale for each block of 256 (arXiv:2110.02861)."""
 States = Literal["as they are", "8-bit", "on the host"]
@@ -51,6 +58,10 @@ class Remedy:
     """Microbatches that the batch is cut into."""
     states: States
     sharding: Sharding
+    loss_chunks: int = 1
+    """Parts of the rows whose logits are in memory one after the other."""
+    fused: bool = False
+    """Whether the optimizer runs in fused kernels."""
     peak: float
     """Bytes of tensors at the fullest op after them: what torch.cuda.max_memory_allocated would say."""
     bytes: float
@@ -66,7 +77,7 @@ class Remedy:
     @property
     def changes(self) -> int:
         """How many things change."""
-        others = (self.states != "as they are") + (self.sharding != "none")
+        others = (self.states != "as they are") + (self.sharding != "none") + self.fused + (self.loss_chunks > 1)
         return (self.recomputed_layers > 0) + (self.pieces > 1) + others
 
     def contains(self, other: Remedy) -> bool:
@@ -77,6 +88,8 @@ class Remedy:
             and other.pieces <= self.pieces
             and other.states in ("as they are", self.states)
             and other.sharding in ("none", self.sharding)
+            and other.fused <= self.fused
+            and other.loss_chunks <= self.loss_chunks
         )
 
     def __str__(self) -> str:
@@ -85,6 +98,10 @@ class Remedy:
             parts.append(f"recompute {self.recomputed_layers} layers")
         if self.pieces > 1:
             parts.append(f"{self.pieces} microbatches")
+        if self.loss_chunks > 1:
+            parts.append(f"the loss in {self.loss_chunks} chunks, recomputed")
+        if self.fused:
+            parts.append("a fused optimizer (fused=True)")
         if self.states != "as they are":
             parts.append(f"optimizer states {'in 8 bits' if self.states == '8-bit' else 'in host memory'}")
         if self.sharding != "none":
@@ -161,6 +178,8 @@ class _Choice:
     states: States
     sharding: Sharding
     recomputed: int = 0
+    fused: bool = False
+    chunks: int = 1
 
 
 _AS_IS = _Choice(1, "as they are", "none")
@@ -173,8 +192,13 @@ def _remedies(step: _Step, capacity: float) -> Iterable[Remedy]:
         pieces.append(2 * pieces[-1])
     shardings: tuple[Sharding, ...] = ("none", "zero1", "zero2", "zero3") if step.gpus > 1 else ("none",)
     states: tuple[States, ...] = ("as they are", "8-bit", "on the host")
+    choices = list(itertools.starmap(_Choice, itertools.product(pieces, states, shardings)))
+    if step.has_unfused_adam:
+        choices += [replace(choice, fused=True) for choice in choices if choice.states == "as they are"]
+    if step.scores:
+        choices += [replace(choice, chunks=LOSS_CHUNKS) for choice in choices]
     found = []
-    for choice in itertools.starmap(_Choice, itertools.product(pieces, states, shardings)):
+    for choice in choices:
         low, high = -1, step.layers  # `high` fits, `low` does not
         if step.needed(step.peak(replace(choice, recomputed=high))) > capacity:
             continue
@@ -190,6 +214,8 @@ def _remedies(step: _Step, capacity: float) -> Iterable[Remedy]:
                 pieces=choice.pieces,
                 states=choice.states,
                 sharding=choice.sharding,
+                fused=choice.fused,
+                loss_chunks=choice.chunks,
                 peak=peak,
                 bytes=step.needed(peak),
                 added_seconds=step.added_seconds(best),
@@ -217,6 +243,13 @@ class _Span:
     """The layer whose forward pass made it, if the backward pass of this layer alone uses it later."""
     narrow: float = 1.0
     """What is left of an optimizer state in 8 bits."""
+    is_score: bool = False
+    """Whether it has logits, their logarithms or their gradients, which a loss in chunks has in parts; of a gradient,
+    whether it is made of these."""
+    is_late: bool = False
+    """Whether it is made after the backward pass, where gradients are clipped and the optimizer runs."""
+    is_temporary: bool = False
+    """Whether the optimizer makes and drops it."""
 
 
 class _Step:
@@ -231,9 +264,21 @@ class _Step:
         backward = [place for place, op in enumerate(trace.ops) if op.phase == "backward"]
         if not backward:
             raise UsageError("The step has no backward pass. Give a case whose function runs a whole training step.")
-        self.first_backward = backward[0]
+        self.first_backward, self.last_backward = backward[0], backward[-1]
         self._number_layers()
+        self.last = len(self.ops) - 1
+        self.scores = self._scores()
         self.spans = self._spans()
+        self.after_scores = 1 + max(
+            (span.died for span in self.spans if span.is_score and span.died < self.last), default=0
+        )
+        self.score_seconds = sum(
+            _seconds(estimated)
+            for op, estimated in zip(trace.ops[: self.first_backward], self.ops, strict=False)
+            if any(tensor.storage in self.scores for tensor in op.written)
+        )
+        packets = {op.packet for op in trace.ops if op.phase == "optimizer"}
+        self.has_unfused_adam = packets >= ADAMS_OPS and any(span.is_temporary for span in self.spans)
         self.batch = self._batch_size()
         self.fullest = 0
 
@@ -260,6 +305,17 @@ class _Step:
         for place, layer in enumerate(self.layer_of):
             if layer is not None and place < self.first_backward:
                 self.forward_seconds[layer] += _seconds(self.ops[place])
+
+    def _scores(self) -> set[int]:
+        """The storages with a value for each row and class of a loss of classes."""
+        shapes = {op.inputs[0].shape for op in self.trace.ops if op.packet == "aten._log_softmax" and op.inputs}
+        sizes = {(math.prod(shape), shape[-1]) for shape in shapes if shape}
+        return {
+            tensor.storage
+            for op in self.trace.ops
+            for tensor in (*op.inputs, *op.written)
+            if tensor.shape and (math.prod(tensor.shape), tensor.shape[-1]) in sizes
+        }
 
     def _spans(self) -> list[_Span]:
         last = len(self.ops) - 1
@@ -289,7 +345,8 @@ class _Step:
             if storage.kind in ("parameter", "buffer"):
                 spans.append(_Span(storage.bytes, 0, last, "parameters"))
             elif number in self.trace.results and phase == "backward":
-                spans.append(_Span(storage.bytes, born, last, "gradients"))
+                of_scores = any(tensor.storage in self.scores for tensor in self.trace.ops[born].inputs)
+                spans.append(_Span(storage.bytes, born, last, "gradients", is_score=of_scores))
             elif phase == "optimizer" and (storage.kind != "intermediate" or number in self.trace.results):
                 # states of the first step are there from the start in all others
                 narrow = EIGHT_BIT_STATE / item_bytes[number] if storage.bytes > 4096 else 1.0
@@ -299,7 +356,19 @@ class _Step:
             else:
                 own = made_by[number]
                 saved = own is not None and born < self.first_backward <= died and number not in leaves_layer
-                spans.append(_Span(storage.bytes, born, died, "activations", own if saved else None))
+                layer = own if saved else None
+                spans.append(
+                    _Span(
+                        storage.bytes,
+                        born,
+                        died,
+                        "activations",
+                        layer,
+                        is_score=number in self.scores,
+                        is_late=born > self.last_backward,
+                        is_temporary=phase == "optimizer",
+                    )
+                )
         return spans
 
     def _batch_size(self) -> int | None:
@@ -324,12 +393,22 @@ class _Step:
                 size *= {"as they are": 1.0, "8-bit": span.narrow, "on the host": 0.0}[choice.states]
                 size *= share if choice.sharding != "none" else 1.0
             elif span.category == "gradients":
-                born = 0 if choice.pieces > 1 else born  # they wait for the next microbatch
+                of_parts = choice.chunks > 1 and span.is_score
+                if choice.pieces > 1 or of_parts:  # they wait for those of the next part, which are added as they come
+                    changes[born] += size
+                    changes[born + 1] -= size
+                    if of_parts:  # the sum of those of two chunks is a third tensor
+                        after = min(self.after_scores, self.last)
+                        changes[after] += 2 * size
+                        changes[after + 1] -= 2 * size
+                    born = 0
                 size *= share if choice.sharding in ("zero2", "zero3") else 1.0
             elif span.category == "parameters":
                 size *= share if choice.sharding == "zero3" else 1.0
+            elif span.is_late:
+                size *= 0.0 if choice.fused and span.is_temporary else share if choice.sharding != "none" else 1.0
             else:
-                size /= choice.pieces
+                size /= choice.pieces * (choice.chunks if span.is_score else 1)
                 if span.layer is not None and span.layer < choice.recomputed:
                     changes[born] += size
                     changes[self.forward_end[span.layer] + 1] -= size
@@ -373,10 +452,14 @@ class _Step:
             for category in ("parameters", "gradients", "optimizer")
         }
         added = sum(self.forward_seconds[: choice.recomputed])
+        if choice.chunks > 1:
+            added += self.score_seconds
         # each further microbatch reads the weights forward and twice backward, and adds to the gradients
         again = 3 * total["parameters"] + 2 * total["gradients"]
         added += (choice.pieces - 1) * again / bandwidth
         share = 1 / self.gpus if choice.sharding != "none" else 1.0
+        if choice.fused:  # each is written and read once
+            added -= 2 * share * sum(span.bytes for span in self.spans if span.is_temporary) / bandwidth
         if choice.states == "8-bit":
             narrow = sum(span.bytes * span.narrow for span in self.spans if span.category == "optimizer")
             added -= 2 * share * (total["optimizer"] - narrow) / bandwidth
