@@ -17,6 +17,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -305,6 +306,10 @@ def run(subject: Subject, *, is_fake: bool) -> dict[str, float | str]:
     }
     if remedy is not None:
         row |= {
+            "recomputed_layers": remedy.recomputed_layers,
+            "pieces": remedy.pieces,
+            "loss_chunks": remedy.loss_chunks,
+            "fused": str(remedy.fused),
             "predicted_after": remedy.peak,
             "needed_after": remedy.bytes,
             "found_after": found[1],
@@ -341,7 +346,10 @@ def main() -> int:
             print(_line(row), flush=True)
             rows.append(row)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        where = "fake tensors" if arguments.fake else torch.cuda.get_device_name()
+        machine = f"{where}, torch {torch.__version__}"
+        results = {"machine": machine, "date": datetime.now(UTC).date().isoformat(), "rows": rows}
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     close = [max(abs(float(row["error"])), abs(float(row.get("error_after", 1.0)))) <= 0.05 for row in rows]
     fits = [row.get("fits_after") == "True" for row in rows]
     print(f"{sum(fits)} of {len(rows)} fit after the change; {sum(close)} with both peaks within 5 %")

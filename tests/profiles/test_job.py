@@ -46,7 +46,7 @@ def test_a_rank_that_runs_more_ops_does_more_work():
 
 
 def test_the_same_ops_that_take_longer_are_slower_kernels_or_a_lower_clock():
-    reports = made_ranks(own=late_rank("ops", 14e-3))
+    reports = made_ranks(own=late_rank("ops", 14e-3), host=str)
     assert analyze_job(reports, 3).late[0].cause == "slower kernels"
     clocked = [
         replace(report, timeline=replace(report.timeline, clock_hz=1.41e9 if report.timeline.rank == 1 else 1.755e9))
@@ -67,9 +67,20 @@ def test_time_that_other_work_took_is_no_fault():
 
 @pytest.mark.parametrize("taken_s", [0.0, 1e-3, 6e-3])
 def test_slower_ops_beside_other_work_are_nobodys_fault(taken_s):
-    job = analyze_job(made_ranks(own=late_rank("ops", 22e-3), preempted=lambda rank, step: taken_s), 3)
+    job = analyze_job(made_ranks(own=late_rank("ops", 22e-3), preempted=lambda rank, step: taken_s, host=str), 3)
     assert bool(job.late) == (taken_s < 2e-3)
     assert any("may be the reason: the rank is not called late" in note for note in job.notes) == (taken_s > 2e-3)
+
+
+def test_slower_ops_of_a_machine_that_ranks_share_are_nobodys_fault():
+    job = analyze_job(made_ranks(own=late_rank("ops", 14e-3)), 3)
+    assert job.late == ()
+    assert any("Its ops take 15.0 ms, 11.0 ms on the others. Ranks of one machine" in note for note in job.notes)
+    on_devices = [
+        replace(report, timeline=replace(report.timeline, on_device=True))
+        for report in made_ranks(own=late_rank("ops", 14e-3))
+    ]
+    assert [late.cause for late in analyze_job(on_devices, 3).late] == ["slower kernels"]
 
 
 def test_a_rank_is_late_though_other_work_makes_another_one_last():

@@ -273,6 +273,12 @@ class _Lateness:
                 "is not called late."
             )
             return None
+        if self._shares_cores(rank) and self._explained(rank, steps) < EXPLAINED_SHARE * usual:
+            self.notes.append(
+                f"Rank {rank} arrives {seconds_text(usual)} after the others. {found.evidence} Ranks of one machine "
+                "share its cores, caches and memory, which may be the reason: the rank is not called late."
+            )
+            return None
         if self.others_share < SHARED or found.cause == "more work":  # its ops are counted, not timed
             return found
         if found.cause != "slower kernels" and self._is_steady(rank, found):
@@ -283,6 +289,12 @@ class _Lateness:
             f"{percent(self.others_share)} of a step, and may be the reason: the rank is not called late."
         )
         return None
+
+    def _shares_cores(self, rank: int) -> bool:
+        """Whether its ops run on processors of a machine on which others of the ranks run too."""
+        own = self._joined.timelines[rank]
+        hosts = [timeline.host for each, timeline in self._joined.timelines.items() if each != rank]
+        return not own.on_device and bool(own.host) and own.host in hosts
 
     def _is_steady(self, rank: int, late: LateRank) -> bool:
         """Whether the activity that makes a rank late does so from step to step: other work interrupts any of them."""
@@ -367,8 +379,16 @@ class _Lateness:
         idle = [item for item in self._reports[rank].idle if item.cause == cause and item.where]
         return max(idle, key=lambda item: item.seconds).where if idle else ""
 
-    def _cause(self, rank: int, steps: Sequence[int]) -> tuple[LateCause, str]:
-        """What most of its lateness in these steps comes from, and the evidence."""
+    def _explained(self, rank: int, steps: Sequence[int]) -> float:
+        """The seconds by which it is late in these steps for reasons other than that the same ops take longer."""
+        excess, *_ = self._excesses(rank, steps)
+        return sum(max(0.0, value) for cause, value in excess.items() if cause != "slower kernels")
+
+    def _excesses(
+        self, rank: int, steps: Sequence[int]
+    ) -> tuple[dict[LateCause, float], dict[tuple[int, Activity], float], dict[Activity, float], str]:
+        """Its seconds beyond those of the others by cause; those of each rank and the usual ones by activity; ops that
+        it has more of."""
         numbered = {
             each: {step.number: step for step in self._steps[each] if step.number in set(steps)} for each in self._ranks
         }
@@ -389,6 +409,11 @@ class _Lateness:
         more, names = _more_work(numbered[rank], [numbered[each] for each in others])
         excess["more work"] = min(more, max(0.0, in_ops))
         excess["slower kernels"] = in_ops - excess["more work"]
+        return excess, seconds, usual, names
+
+    def _cause(self, rank: int, steps: Sequence[int]) -> tuple[LateCause, str]:
+        """What most of its lateness in these steps comes from, and the evidence."""
+        excess, seconds, usual, names = self._excesses(rank, steps)
         late_s = median([self._late[rank, step] for step in steps])
         cause = max(excess, key=lambda name: excess[name])
         rest = sum(value for name, value in excess.items() if name != cause and value > 0.0)

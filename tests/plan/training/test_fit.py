@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,14 +12,18 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.plan import fit_peaks
 from nearpeak.bound.estimate import estimate_trace
 from nearpeak.cli.main import main
 from nearpeak.errors import UsageError
 from nearpeak.machines import catalogue
+from nearpeak.measure.case import as_case
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.training import fit
 from nearpeak.plan.training.fit import fit_step
+from nearpeak.plan.training.memory import WORKSPACE
 from nearpeak.profiles.memory import peak_memory
+from nearpeak.profiling.estimate import estimate_step
 from nearpeak.trace.fake import fake
 from nearpeak.trace.trace import trace
 
@@ -217,3 +223,19 @@ def test_the_command_plans_a_file_or_a_model(tmp_path, capsys):
     assert main(["plan", "fit", f"{path}:step", "--on", "h200-sxm x 1", "--tp", "2"]) == 2
     assert main(["plan", "fit", "llama-3-8b", "--on", "h100-sxm x 8", "--sequence", "8k"]) == 0
     assert "cheapest changes" in capsys.readouterr().out
+
+
+MEASURED = json.loads((Path(fit_peaks.__file__).parents[1] / "results" / "fit_peaks_h200.json").read_text())["rows"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["step"])
+def test_peaks_that_an_h200_measured_before_and_after_a_change(row):
+    subject = next(each for each in fit_peaks.STEPS if each.name == row["step"])
+    machine = catalogue.find("h200-sxm")
+    with fake():
+        case = as_case(subject.build(fit_peaks.Change()), (), {})
+    step = fit._Step(*estimate_step(case, machine), Cluster.of(machine, gpus=1))
+    choice = fit._Choice(row["pieces"], "as they are", "none", row["recomputed_layers"])
+    assert step.peak(fit._AS_IS) + WORKSPACE == pytest.approx(row["found"], rel=0.02)
+    assert step.peak(choice) + WORKSPACE == pytest.approx(row["found_after"], rel=0.02)
