@@ -123,7 +123,7 @@ COMMON = 3
 NARRATION = re.compile(
     r"running |warming up|timing clean steps|starting the profiler|profiling a step|tracing a step"
     r"|the calibration of this machine |measuring this machine|everything needed has been recorded|\S+ goes on\. Ctrl-C"
-    r"|kept as @last|training begins|the program repeats|what the program repeated|each turn of the loop at"
+    r"|kept as @last|training begins|the program repeats|what the program repeated|each iteration of the loop at"
     r"|waiting up to|no step|wrote |nearpeak: "
 )
 """Lines that nearpeak writes to stderr."""

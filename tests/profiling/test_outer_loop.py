@@ -1,5 +1,6 @@
 import inspect
 import sys
+import threading
 
 import pytest
 
@@ -47,7 +48,7 @@ def answer_requests(program, requests, tokens, work):
 def test_a_request_is_the_step_if_much_of_it_is_outside_of_its_inner_loop(program):
     answer_requests(program, 5, tokens=10, work=4.0)
     line = line_of(answer_requests, "for request")
-    assert program.outer.found[0] == line
+    assert program.outer.line == line
     assert program.awaited[:2] == ["", line]  # one loop alone is no question
     assert program.awaited[-1] == ""
     starts = [0, 11, 23, 36, 47]
@@ -103,7 +104,7 @@ def integrate(program, requests, decoding):
 )
 def test_of_three_loops_the_outermost_that_does_something_of_its_own_is_the_step(program, decoding, function, loop):
     integrate(program, 6, decoding)
-    assert program.outer.found[0] == line_of(function, loop)
+    assert program.outer.line == line_of(function, loop)
 
 
 def test_a_long_turn_is_waited_for_until_the_loop_is_known_to_be_no_step(program):
@@ -111,6 +112,17 @@ def test_a_long_turn_is_waited_for_until_the_loop_is_known_to_be_no_step(program
     assert not program.outer.is_settled
     answer_requests(program, 4, tokens=100, work=0.0)
     assert program.outer.is_settled
+
+
+def test_calls_of_another_thread_count_for_no_loop(program):
+    answer_requests(program, 3, tokens=10, work=4.0)
+    found = program.outer.found
+    assert found is not None
+    thread = threading.Thread(target=answer_requests, args=(program, 2, 10, 4.0))
+    turn = program.outer.turn
+    thread.start()
+    thread.join()
+    assert program.outer.turn == turn
 
 
 def test_calls_in_one_loop_are_no_question(program):

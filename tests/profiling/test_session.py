@@ -210,7 +210,7 @@ def test_the_program_goes_on_while_a_longer_step_may_come_and_ends_when_it_does_
 
 def test_a_loop_is_waited_for_until_it_is_known_to_be_no_step(recorded):
     recorded._wait_ends = None
-    recorded.steps.awaits = Awaited("the next turns of the loop at serve.py:8", 10.0, is_loop=True)
+    recorded.steps.awaits = Awaited("the next iterations of the loop at serve.py:8", 10.0, is_loop=True)
     recorded.steps.awaited_loop = "serve.py:8"
     recorded._complete()
     recorded.take_step(1.0)

@@ -557,7 +557,8 @@ def test_a_turn_of_a_loop_around_loops_is_a_step(watcher):
     assert not any(kind.irregular for kind in whole)
     assert whole[0].is_similar(whole[1])
     assert whole[0].words == (
-        f"a turn of the loop at test_steps.py:{line}, with 7 calls of Linear and 6 calls of Tanh without gradients"
+        f"an iteration of the loop at test_steps.py:{line}, "
+        "with 7 calls of Linear and 6 calls of Tanh without gradients"
     )
 
 

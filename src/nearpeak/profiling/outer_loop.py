@@ -12,8 +12,8 @@ import statistics
 from dataclasses import dataclass, field
 from types import FrameType
 
-from nearpeak.ops.op import Turn
-from nearpeak.trace.loop_turns import LoopTurns
+from nearpeak.trace.guard import OwnThread
+from nearpeak.trace.loop_turns import LoopTurn, LoopTurns
 
 MAX_CALLS = 128
 """In a turn: a step of more cannot be recorded."""
@@ -48,42 +48,45 @@ class _Turn:
         return sum(sum(gaps) + statistics.median(gaps) for gaps in self.inner.values())
 
 
-LoopKey = tuple[str, int]
-"""The line of a loop, and its number: there may be several at one line."""
-
-
 class OuterLoop:
     """Is told where each call begins."""
 
     def __init__(self) -> None:
         self._turns = LoopTurns()
-        self._path: tuple[Turn, ...] = ()
+        self._thread: OwnThread | None = None
+        """That of the first call: those of others come in any order."""
+        self._path: tuple[LoopTurn, ...] = ()
         """The loops around the last call, the outermost first."""
         self._now = 0.0
         self._open: dict[int, _Turn] = {}
         """The turns around the last call, by the runs of their loops."""
-        self._ended: dict[LoopKey, list[_Turn]] = {}
-        self._around: set[LoopKey] = set()
+        self._ended: dict[int, list[_Turn]] = {}
+        self._around: set[int] = set()
         """Loops that calls were in within another loop."""
-        self._refused: set[LoopKey] = set()
+        self._refused: set[int] = set()
         self._calls = 0
-        self.found: LoopKey | None = None
-        """The loop each turn of which is a step."""
+        self.found: int | None = None
+        """The number of the loop each turn of which is a step."""
+        self.line = ""
+        """Its line."""
         self.calls_in_turn = 0
         """Of that loop."""
 
     def call_begins(self, frame: FrameType, now: float) -> None:
         """A call begins, below `frame`. `now` is in seconds of any clock."""
+        if self._thread is None:
+            self._thread = OwnThread()
+        if not self._thread:
+            return
         path = self._turns.around(frame)
         before, after = self._path, path
         gap, self._path, self._now = now - self._now, path, now
         self._calls += 1
-        self._around.update((each.loop, each.number) for each in path[:-1])
+        self._around.update(each.loop for each in path[:-1])
         common = 0
         while common < min(len(before), len(after)) and before[common].run == after[common].run:
             common += 1
         for depth, item in enumerate(after):
-            key = (item.loop, item.number)
             if depth >= common:
                 self._open[item.run] = _Turn(calls=1)
                 continue
@@ -96,22 +99,22 @@ class OuterLoop:
                 turn.calls += 1
                 continue
             self._open[item.run] = _Turn(calls=1)
-            if not any((each.loop, each.number) == self.found for each in after[:depth]):
-                self._turn_ended(key, turn)
+            if not any(each.loop == self.found for each in after[:depth]):
+                self._turn_ended(item.loop, turn)
         for item in before[common:]:
             self._open.pop(item.run, None)
 
     @property
     def turn(self) -> tuple[int, int] | None:
         """The turn of the loop that was found: its run and its number; None outside of the loop."""
-        return next((each[2:4] for each in self._path if (each.loop, each.number) == self.found), None)
+        return next(((each.run, each.turn) for each in self._path if each.loop == self.found), None)
 
     @property
     def awaited(self) -> str:
         """The line of the outermost loop that may be the step, which more of its turns will show; "" if none."""
         for item in self._path[:-1] if self.found is None else ():
-            if (item.loop, item.number) not in self._refused and self._open[item.run].calls <= MAX_CALLS:
-                return item.loop
+            if item.loop not in self._refused and self._open[item.run].calls <= MAX_CALLS:
+                return self._turns.line_of(item.loop)
         return ""
 
     @property
@@ -125,10 +128,10 @@ class OuterLoop:
             self._refused.add(self.found)
             self.found = None
 
-    def _turn_ended(self, key: LoopKey, turn: _Turn) -> None:
-        if key == self.found or key in self._refused:
+    def _turn_ended(self, loop: int, turn: _Turn) -> None:
+        if loop == self.found or loop in self._refused:
             return
-        turns = self._ended.setdefault(key, [])
+        turns = self._ended.setdefault(loop, [])
         turns.append(turn)
         if len(turns) < TURNS:
             return
@@ -138,6 +141,7 @@ class OuterLoop:
             and rest >= MIN_REST_SHARE * (rest + inside)
             and rest + inside <= MAX_TURN_S
         ):
-            self.found, self.calls_in_turn = key, min(each.calls for each in turns)
+            self.found, self.line = loop, self._turns.line_of(loop)
+            self.calls_in_turn = min(each.calls for each in turns)
         else:
-            self._refused.add(key)
+            self._refused.add(loop)

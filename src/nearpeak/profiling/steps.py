@@ -33,7 +33,7 @@ from torch import distributed, nn
 from torch._dynamo.callback import callback_handler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from nearpeak.profiling.outer_loop import LoopKey, OuterLoop
+from nearpeak.profiling.outer_loop import OuterLoop
 from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.guard import Guard, OwnThread, undone_in_child
 from nearpeak.trace.modules import watch_module_calls
@@ -171,8 +171,8 @@ class StepDetector:
         """The marks of a step; () if each mark ends one."""
         self._outer: OuterLoop | None = OuterLoop()
         """None once no loop is looked for."""
-        self._loop: LoopKey | None = None
-        """The loop of which each turn is a step."""
+        self._loop = ""
+        """The line of the loop of which each turn is a step."""
         self._thread: OwnThread | None = None
         """The thread of the first mark."""
         self._stray_marks = 0
@@ -202,7 +202,9 @@ class StepDetector:
             if optimizer:
                 return Awaited(f"the first step of {optimizer}", TRAINING_WAIT_S)
             loop = self.awaited_loop
-            return Awaited(f"the next turns of the loop at {loop}", MAX_PERIOD_S, is_loop=True) if loop else Awaited()
+            return (
+                Awaited(f"the next iterations of the loop at {loop}", MAX_PERIOD_S, is_loop=True) if loop else Awaited()
+            )
         rollout = self._before_training
         if is_known or rollout is None:
             return Awaited()
@@ -287,7 +289,7 @@ class StepDetector:
             self._before_training = Rollout(module=self._last_called, seconds=took)
             self._mark.evaluated = self._finder.count
         self._finder, self._period, self._unit, self._thread = PeriodFinder(), (), StepUnit(marks=0), None
-        self._outer = self._loop = None
+        self._outer, self._loop = None, ""
         self.calls.open()
         self._report_after(optimizer)
         self._listener.training_begins()
@@ -324,19 +326,19 @@ class StepDetector:
             return
         before = outer.turn
         outer.call_begins(frame, self._guard.program_time())
-        if self._loop is not None and outer.turn != before and self._unit.marks:
+        if self._loop and outer.turn != before and self._unit.marks:
             unit, self._unit = self._unit, StepUnit(marks=0)
-            kind = unit.kind(self._loop[0])
+            kind = unit.kind(self._loop)
             self._listener.step_ends(dataclasses.replace(kind, irregular=True) if before is None else kind)
-        if outer.found not in (None, self._loop):
+        if outer.found is not None and outer.line != self._loop:
             if _many_ranks():  # which must agree
                 self._outer = None
                 return
             if len(self._period) >= outer.calls_in_turn:  # a turn is a period, and known as such
                 outer.refuse()
                 return
-            self._loop, self._period, self._unit = outer.found, (), StepUnit(marks=0)
-            self._listener.period_begins(f"each turn of the loop at {outer.found[0]} is a step")
+            self._loop, self._period, self._unit = outer.line, (), StepUnit(marks=0)
+            self._listener.period_begins(f"each iteration of the loop at {outer.line} is a step")
         elif outer.is_settled:
             self._outer = None
 
@@ -382,7 +384,7 @@ class StepDetector:
         if not self._thread:  # the marks of several threads come in any order
             self._listener.step_ends(mark.kind())
             return
-        if self._loop is not None:
+        if self._loop:
             self._unit.add(mark)
             return
         if self._period:
@@ -509,7 +511,7 @@ class StepUnit:
             trained[-1] += " with gradients"
             calls += trained
         if loop:
-            return f"a turn of the loop at {loop}, with {_and([*calls, *steps])}"
+            return f"an iteration of the loop at {loop}, with {_and([*calls, *steps])}"
         if self.marks > 1:
             return f"a period of {_and([*calls, *steps])}"
         if not steps:

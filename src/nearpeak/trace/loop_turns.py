@@ -30,6 +30,14 @@ class _LoopCode(NamedTuple):
     number: int
 
 
+class LoopTurn(NamedTuple):
+    """A turn of a loop by numbers alone."""
+
+    loop: int
+    run: int
+    turn: int
+
+
 @dataclass(slots=True)
 class _Running:
     loop: _LoopCode
@@ -90,14 +98,31 @@ class LoopTurns:
         self._stretches[-1].ops.append(index)
         self._stretches[-1].names.append(name)
 
-    def around(self, frame: FrameType | None) -> tuple[Turn, ...]:
+    def around(self, frame: FrameType | None) -> tuple[LoopTurn, ...]:
         """The turns that whatever runs below `frame` is in, the outermost loop first.
 
         Loops of libraries that call the user's own code, such as those of a notebook, are no loops of the program's.
         """
         self._arrive(frame)
         first = next((depth for depth, level in enumerate(self._levels) if own_file_name(level.code.co_filename)), None)
-        return () if first is None else self._turns(first)
+        if first is None:
+            return ()
+        return tuple(
+            LoopTurn(item.loop.number, item.run, item.turn)
+            for level in self._levels[first:]
+            if level.file
+            for item in level.loops
+        )
+
+    def line_of(self, loop: int) -> str:
+        """The line of a loop that is around the last place."""
+        lines = (
+            f"{level.file}:{item.loop.line}"
+            for level in self._levels
+            for item in level.loops
+            if item.loop.number == loop
+        )
+        return next(lines, "")
 
     def _arrive(self, frame: FrameType | None) -> bool:
         """The program has come to another place, below `frame`; False if it is the same as the last one."""
@@ -217,12 +242,11 @@ class LoopTurns:
         place = (*(id(level.code) for level in below), *(level.instruction for level in below))
         return _Stretch(path, below[0].loops[-1].run, place, [], [])
 
-    def _turns(self, first: int = 0) -> tuple[Turn, ...]:
-        """Those of the functions on the stack, from the first of them on."""
+    def _turns(self) -> tuple[Turn, ...]:
         turns: list[Turn] = []
         torchs: list[_Running] = []
         """Loops of torch's own since the last function of the user's."""
-        for level in self._levels[first:]:
+        for level in self._levels:
             if level.file:
                 line = f"{level.file}:{_line_of(level.code, level.instruction)}"
                 function = f"{level.file}:{level.code.co_firstlineno}"
