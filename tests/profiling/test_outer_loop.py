@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from nearpeak.profiling.outer_loop import LONELY_CALLS, MAX_TURN_S, OuterLoop
+from nearpeak.profiling.outer_loop import LONELY_CALLS, MAX_CALLS, MAX_TURN_S, OuterLoop
 
 
 class Program:
@@ -112,6 +112,15 @@ def test_a_long_turn_is_waited_for_until_the_loop_is_known_to_be_no_step(program
     assert not program.outer.is_settled
     answer_requests(program, 4, tokens=100, work=0.0)
     assert program.outer.is_settled
+
+
+def test_a_loop_whose_turn_does_not_end_is_no_longer_looked_at(program):
+    for _ in range(1):
+        for _ in range(10 * MAX_CALLS):
+            program.call()
+    assert program.outer.is_settled
+    (outer, _) = program.outer._path
+    assert sum(map(len, program.outer._open[outer.run].inner.values())) <= MAX_CALLS
 
 
 def test_calls_of_another_thread_count_for_no_loop(program):

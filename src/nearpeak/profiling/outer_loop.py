@@ -91,7 +91,9 @@ class OuterLoop:
                 self._open[item.run] = _Turn(calls=1)
                 continue
             turn = self._open[item.run]
-            if depth + 1 < common:
+            if turn.calls > MAX_CALLS:
+                self._refused.add(item.loop)
+            elif depth + 1 < common:
                 turn.inner.setdefault(after[depth + 1].run, []).append(gap)
             else:
                 turn.rest_s += gap
@@ -113,7 +115,7 @@ class OuterLoop:
     def awaited(self) -> str:
         """The line of the outermost loop that may be the step, which more of its turns will show; "" if none."""
         for item in self._path[:-1] if self.found is None else ():
-            if item.loop not in self._refused and self._open[item.run].calls <= MAX_CALLS:
+            if item.loop not in self._refused:
                 return self._turns.line_of(item.loop)
         return ""
 
@@ -137,7 +139,7 @@ class OuterLoop:
             return
         rest, inside = min(each.rest for each in turns), min(each.inside for each in turns)
         if (
-            all(each.inner and each.calls <= MAX_CALLS for each in turns)
+            all(each.inner for each in turns)
             and rest >= MIN_REST_SHARE * (rest + inside)
             and rest + inside <= MAX_TURN_S
         ):
