@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from nearpeak.profiling.outer_loop import LONELY_CALLS, MAX_CALLS, MAX_TURN_S, OuterLoop
+from nearpeak.profiling.steps import LONELY_CALLS, MAX_MARKS, MAX_PERIOD_S, OuterLoop
 
 
 class Program:
@@ -64,7 +64,7 @@ def test_the_inner_loop_is_the_step_if_little_is_outside_of_it(program):
 
 
 def test_a_turn_that_cannot_be_afforded_is_no_step(program):
-    answer_requests(program, 4, tokens=10, work=1e3 * MAX_TURN_S)
+    answer_requests(program, 4, tokens=10, work=1e3 * MAX_PERIOD_S)
     assert program.outer.found is None
     program = Program()
     answer_requests(program, 4, tokens=200, work=500.0)
@@ -116,11 +116,11 @@ def test_a_long_turn_is_waited_for_until_the_loop_is_known_to_be_no_step(program
 
 def test_a_loop_whose_turn_does_not_end_is_no_longer_looked_at(program):
     for _ in range(1):
-        for _ in range(10 * MAX_CALLS):
+        for _ in range(10 * MAX_MARKS):
             program.call()
     assert program.outer.is_settled
     (outer, _) = program.outer._path
-    assert sum(map(len, program.outer._open[outer.run].inner.values())) <= MAX_CALLS
+    assert sum(map(len, program.outer._open[outer.run].inner.values())) <= MAX_MARKS
 
 
 def test_calls_of_another_thread_count_for_no_loop(program):
