@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import linecache
 import re
 import sys
@@ -97,13 +98,10 @@ def lines_that_write(names: Collection[str]) -> dict[str, tuple[str, ...]]:
 
     The remedy of some wastes is there, and no op runs there. All files are searched whose code ran or was imported.
     """
-    paths = dict.fromkeys(path for path, name in _user_file_names.items() if name)
-    for module in list(sys.modules.values()):
-        # A lazy module may import, or fail, when it is asked for an attribute.
-        path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(path, str) and path.endswith(".py") and _user_file(path):
-            paths.setdefault(path)
-    own = [path for path in paths if _PACKAGE_FILE.match(path) is None]
+    # A lazy module may import, or fail, when it is asked for an attribute.
+    modules = [vars(module).get("__file__") for module in list(sys.modules.values()) if isinstance(module, ModuleType)]
+    imported = [path for path in modules if isinstance(path, str) and path.endswith(".py")]
+    own = [path for path in dict.fromkeys([*_user_file_names, *imported]) if _is_own_file(path)]
     lines: dict[str, list[str]] = {}
     for path in own[:_MAX_PARSED_FILES]:
         text = "".join(linecache.getlines(path))
@@ -114,14 +112,25 @@ def lines_that_write(names: Collection[str]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(found) for name, found in lines.items()}
 
 
+@functools.cache  # asked for all imported modules after each traced step
+def _is_own_file(filename: str) -> bool:
+    """Whether a file has code of the user's, and not of an installed package."""
+    return bool(_user_file(filename)) and _PACKAGE_FILE.match(filename) is None
+
+
 COLLATE = "collate_fn"
 _PADDING = frozenset({"pad_sequence", "pad", "full", "zeros", "empty", "new_full", "new_zeros"})
 """What makes a tensor of one length for items of many, by the last names of functions."""
 
 
-def _written_names(text: str) -> Iterator[tuple[str, int]]:
+@functools.lru_cache(maxsize=_MAX_PARSED_FILES)
+def _written_names(text: str) -> tuple[tuple[str, int], ...]:
     """The last names of what a file calls, its settings of cuDNN, and where items of a data loader are padded; each
     with its line."""
+    return tuple(_names_and_lines(text))
+
+
+def _names_and_lines(text: str) -> Iterator[tuple[str, int]]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):  # a notebook's cell, with commands of its own
@@ -206,6 +215,7 @@ def is_user_file(filename: str) -> bool:
     return bool(_user_file(filename))
 
 
+@functools.cache
 def _is_inductor_file(filename: str) -> bool:
     """Whether it is in Inductor's cache, whose paths are two letters of a hash and the hash."""
     path = Path(filename)
