@@ -23,11 +23,12 @@ from nearpeak.kernels._runtime.row_barrier import SplitConfig
 from nearpeak.kernels._runtime.strided_rows import strided_rows
 from nearpeak.kernels.norms import triton as norms_triton
 from nearpeak.kernels.norms import tuning
-from nearpeak.kernels.norms.tuning import BackwardTileConfig, ForwardTileConfig, GroupConfig
+from nearpeak.kernels.norms.tuning import ApartConfig, BackwardTileConfig, ForwardTileConfig, GroupConfig
 
 BF16 = torch.bfloat16
 SPLIT = SplitConfig(steps=2, warps=1, part=100)
 TILE = BackwardTileConfig(rows=2, warps=4, stages=1, programs=1)
+APART = ApartConfig(warps=1, elements=4)
 GROUPS = GroupConfig(block=256, warps=4, stages=1, programs=1, ahead=False, hints=True, batch=1)
 
 
@@ -221,7 +222,7 @@ def test_long_rows(columns, centered):
         assert torch.equal(norms_triton._forward(x, residual, *arguments, config)[0], again[0])
     given = gradient, total, sum_gradient, statistics, weight, bias, 0.5, centered, [True] * 4
     expected = operations._norm_backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
-    for config in (replace(GROUPS, rows=2, block=512, batch=4), replace(GROUPS, block=4096), TILE):
+    for config in (replace(GROUPS, rows=2, block=512, batch=4), replace(GROUPS, block=4096), TILE, APART):
         actual = norms_triton.norm_backward(*given, config=config)
         for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-4)
@@ -267,7 +268,7 @@ def test_how_rows_are_shared():
     assert norms_triton.plan_groups(2048, 65536, 4, 132, config).block == 4096
 
 
-@pytest.mark.parametrize("config", [TILE, replace(GROUPS, block=64, batch=2)], ids=lambda config: config.variant)
+@pytest.mark.parametrize("config", [TILE, APART, replace(GROUPS, block=64, batch=2)], ids=lambda config: config.variant)
 def test_gradients_only_of_what_wants_them(config):
     x, gradient, weight, bias = randn(5, 96), randn(5, 96), randn(96), randn(96)
     statistics = operations.row_statistics(x, 1e-5, True)
@@ -289,7 +290,7 @@ def test_a_frozen_weight_costs_nothing(monkeypatch):
     )
     x, weight = randn(3, 16).requires_grad_(), randn(16)
     kernels.rms_norm(x, weight).sum().backward()
-    assert launched == [norms_triton.forward_tile, norms_triton.backward_tile]
+    assert launched == [norms_triton.forward_tile, norms_triton.backward_apart]
 
 
 @settings(max_examples=15)
@@ -326,7 +327,11 @@ def rms_in_float64(x, weight, bias, offset):
 
 @pytest.mark.parametrize(
     ("name", "config"),
-    [("tile", ForwardTileConfig(rows=1, warps=4, programs=1)), ("split", SPLIT)],
+    [
+        ("tile", ForwardTileConfig(rows=1, warps=4, programs=1)),
+        ("split", SPLIT),
+        ("apart", ForwardTileConfig(rows=2, warps=4)),
+    ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
 def test_more_elements_than_32_bits_can_count(name, config):
@@ -339,7 +344,7 @@ def test_more_elements_than_32_bits_can_count(name, config):
     x.copy_(randn(3, columns))
     result, _, statistics = norms_triton._forward(x, None, None, None, 1e-6, 0.0, False, config)
     assert torch.equal(result, kernels.rms_norm(x.contiguous()))
-    backward = replace(GROUPS, block=8) if name == "split" else TILE
+    backward = replace(GROUPS, block=8) if name == "split" else APART if name == "apart" else TILE
     given = statistics, None, None, 0.0, False, [True, False, False, False]
     actual = norms_triton.norm_backward(x, x, x, *given, config=backward)[0]
     near = x.contiguous()
@@ -446,10 +451,46 @@ def test_few_rows_have_a_program_each_in_backward_passes(centered):
     for columns in (200, 2176, 6096, 8192):
         few = config(122, columns)
         assert few == config(41, columns) != config(4096, columns)
-        assert (few.rows, few.stages) == (1, 1)
+        assert isinstance(few, ApartConfig)
         assert columns <= 16 * 32 * few.warps
         assert few in tuning.few_backward_candidates(columns)
     assert config(41, 16384) == config(4096, 16384), "too long for its sums in the registers of one program"
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 7), (3, 20), (37, 100), (70, 33)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BF16], ids=str)
+def test_few_rows_take_one_launch(rows, columns, dtype, monkeypatch):
+    """Sums over more rows than a tile has, in more columns, of gradients with strides of their own."""
+    launched = []
+    launch = norms_triton.launch
+    monkeypatch.setattr(
+        norms_triton, "launch", lambda kernel, *args, **given: launched.append(kernel) or launch(kernel, *args, **given)
+    )
+    x, sum_gradient = randn(rows, columns, dtype=dtype), randn(rows, 2 * columns, dtype=dtype)[:, ::2]
+    gradient = randn(columns, rows, dtype=dtype).t()
+    weight, bias = randn(columns, dtype=dtype), randn(columns, dtype=dtype)
+    for centered, added in itertools.product((False, True), repeat=2):
+        statistics = operations.row_statistics(x, 1e-5, centered)
+        given = (
+            gradient, x, sum_gradient if added else None, statistics, weight, bias, 0.0 if centered else 0.5, centered,
+            [True, added, True, True],
+        )  # fmt: skip
+        exact = operations._norm_backward_reference(*(one.double() if torch.is_tensor(one) else one for one in given))
+        low = operations._norm_backward_reference(*given)
+        for elements in (4, 32):
+            launched.clear()
+            actual = norms_triton.norm_backward(*given, config=replace(APART, elements=elements))
+            assert launched == [norms_triton.backward_apart]
+            for one, other, rough in zip(actual, exact, low, strict=True):
+                assert_as_exact(one, other, rough)
+
+
+def test_sums_over_few_rows_read_most_of_them_at_once():
+    config = ApartConfig(warps=8, elements=16)
+    assert tuning.column_tile(config, 20, 4160) == (32, 128)
+    assert tuning.column_tile(config, 264, 6096) == (256, 16)
+    assert tuning.column_tile(config, 3, 64) == (4, 64)
+    assert tuning.column_tile(config, 1, 3) == (1, 16)
 
 
 @pytest.mark.parametrize("columns", [128, 384, 1024, 1536, 8192])

@@ -59,7 +59,12 @@ def launches():
             )
     short = torch.empty(1493, 640, dtype=BF16)
     yield "LayerNorm, few rows", lambda: norms_triton.layer_norm(short, short[0], short[0], 1e-5)
-    few, statistics_of_few = torch.empty(41, 6096, dtype=BF16), torch.empty(2, 41)
-    yield "backward, few rows", lambda: backward(few, few[0], statistics_of_few, **both)
+    for rows, columns, dtype in ((41, 6096, BF16), (20, 4096, torch.float32), (259, 8192, BF16), (200, 512, BF16)):
+        few, statistics_of_few = torch.empty(rows, columns, dtype=dtype), torch.empty(2, rows)
+        for kind in (rms, both):
+            yield (
+                f"backward, {rows} x {columns}, {dtype}, {kind}",
+                lambda few=few, statistics=statistics_of_few, kind=kind: backward(few, few[0], statistics, **kind),
+            )
     # a thread has one of the few numbers that are left
     yield "narrow: the sum of partial sums", lambda: backward(x, weight, statistics, **rms, last=True)

@@ -4,6 +4,10 @@ A table is one JSON file per GPU generation, `tables/sm90.json`: by kernel, a li
 the sizes that it holds for ("above", "up_to") and the launch parameters. `benchmarks/kernels/tune.py` writes it. A GPU
 without a table uses that of the previous generation; sizes without a row use the kernel's heuristic.
 
+Where the number of rows matters too, the kernel has further rows under its name and `BY_ROWS`, each with the numbers
+of rows that it holds for ("rows_above", "rows_up_to", powers of 2). They come first, and are launched as they are.
+`benchmarks/kernels/fit_rows.py` writes them.
+
 In the code, a configuration is a frozen dataclass of its operation. `from_row` reads one from a row, `to_row` writes
 one. Where an operation has several kernels to choose from, each has a class, with its name in the table as `variant`.
 """
@@ -24,6 +28,9 @@ from nearpeak.kernels._runtime.capability import cuda_capability
 _H200_CAPABILITY = (9, 0)
 _ONE_LOAD = 256
 """Elements of 16 bits that a warp loads at once."""
+BY_ROWS = "_by_rows"
+_PLACE = ("above", "up_to", "rows_above", "rows_up_to")
+"""What says where a row of the table holds."""
 BUSY_WARPS = 32
 """Of a multiprocessor, as many as run at a time if threads take 64 registers. The tuner sets 0: candidates run as they
 are, whatever the number of rows."""
@@ -31,11 +38,18 @@ are, whatever the number of rows."""
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 _C = TypeVar("_C")
+_D = TypeVar("_D")
 
 
 def tuned(kernel: str, size: int, device: torch.device) -> dict[str, Any] | None:
     """The row of the table for a kernel at this size: the launch parameters, or None if none were measured."""
     return _tuned(kernel, size, device.index if device.type == "cuda" else None)
+
+
+def tuned_by_rows(kernel: str, size: int, rows: int, device: torch.device) -> dict[str, Any] | None:
+    """The row of the table for a kernel at this size and number of rows; None if none was measured near it."""
+    index = device.index if device.type == "cuda" else None
+    return _tuned(kernel + BY_ROWS, size, index, (rows - 1).bit_length())
 
 
 @overload
@@ -44,6 +58,10 @@ def from_row(row: Mapping[str, Any] | None, kind: type[_A], /) -> _A | None: ...
 def from_row(row: Mapping[str, Any] | None, a: type[_A], b: type[_B], /) -> _A | _B | None: ...
 @overload
 def from_row(row: Mapping[str, Any] | None, a: type[_A], b: type[_B], c: type[_C], /) -> _A | _B | _C | None: ...
+@overload
+def from_row(
+    row: Mapping[str, Any] | None, a: type[_A], b: type[_B], c: type[_C], d: type[_D], /
+) -> _A | _B | _C | _D | None: ...
 def from_row(row: Mapping[str, Any] | None, *kinds: Any) -> Any:
     """The configuration in a row of the table, of the one kind, or of that with the row's `variant`."""
     if row is None:
@@ -63,12 +81,14 @@ def to_row(config: Any) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tuned(kernel: str, size: int, index: int | None) -> dict[str, Any] | None:
+def _tuned(kernel: str, size: int, index: int | None, row_bits: int = 0) -> dict[str, Any] | None:
+    """`row_bits`: those of the number of rows, less one."""
     major, minor = (None if index is None else cuda_capability(index)) or _H200_CAPABILITY
     generation = 10 * major + minor
     for entry in _table(generation).get(kernel, ()):
-        if entry.get("above", 0) < size <= entry["up_to"]:
-            return {name: value for name, value in entry.items() if name not in ("above", "up_to")}
+        in_rows = entry.get("rows_above", 0) < 2**row_bits <= entry.get("rows_up_to", 2**row_bits)
+        if entry.get("above", 0) < size <= entry["up_to"] and in_rows:
+            return {name: value for name, value in entry.items() if name not in _PLACE}
     return None
 
 

@@ -14,6 +14,8 @@ float32, and a second kernel adds the partial sums in a fixed order, so that res
 - tile: a fixed number of programs, each with whole rows in registers, goes over all rows. Every byte moves once.
 - groups: rows that do not fit. A group of programs shares a row and reads it twice: see `backward_shared`.
 - ring: the same on Hopper: `norms.sm90`.
+- apart: few rows. A program for each row, and others for sums over all rows of a few columns, which read the rows once
+  more, in one launch.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from nearpeak.kernels._runtime.strided_rows import StridedRows, row_start, strid
 from nearpeak.kernels._runtime.tuning import processors
 from nearpeak.kernels.norms import library
 from nearpeak.kernels.norms.tuning import (
+    ApartConfig,
     BackwardConfig,
     BackwardTileConfig,
     ForwardConfig,
@@ -54,6 +57,7 @@ from nearpeak.kernels.norms.tuning import (
     GroupConfig,
     backward_config,
     backward_heuristic,
+    column_tile,
     forward_config,
     forward_heuristic,
     reads_early,
@@ -713,6 +717,96 @@ def add_partials(
         tl.store(dbias + column, result.to(dbias.dtype.element_ty), mask=mine)
 
 
+@triton.jit
+def sums_over_rows(
+    gradient, x, statistics, dweight, dbias, first_column,
+    rows, columns, middle, inner,
+    gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of weight and bias in SPAN columns, from HEIGHT rows at a time."""
+    column = first_column + tl.arange(0, SPAN)
+    in_columns = column < columns
+    weight_sum = tl.zeros([HEIGHT, SPAN], tl.float32)
+    bias_sum = tl.zeros([HEIGHT, SPAN], tl.float32)
+    for first in range(0, rows, HEIGHT):
+        row = tl.cast(first, tl.int64) + tl.arange(0, HEIGHT)
+        in_rows = row < rows
+        inside = in_rows[:, None] & in_columns[None, :]
+        g = read_rows(
+            gradient, row, column, inside, middle, inner,
+            gradient_outer, gradient_middle, gradient_inner, LEVELS, WIDTH, "",
+        )  # fmt: skip
+        g = as_float32(g)
+        if dweight is not None:
+            n = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH, "")
+            n = as_float32(n)
+            rstd = tl.load(statistics + row, mask=in_rows, other=0.0)
+            if CENTERED:
+                n -= tl.load(statistics + rows + row, mask=in_rows, other=0.0)[:, None]
+            weight_sum += n * g * rstd[:, None]
+        if dbias is not None:
+            bias_sum += g
+    if dweight is not None:
+        tl.store(dweight + column, tl.sum(weight_sum, 0).to(dweight.dtype.element_ty), mask=in_columns)
+    if dbias is not None:
+        tl.store(dbias + column, tl.sum(bias_sum, 0).to(dbias.dtype.element_ty), mask=in_columns)
+
+
+@triton.jit
+def backward_apart(
+    gradient, x, sum_gradient, statistics, weight, dx, dresidual, dweight, dbias,
+    rows, columns, middle, inner,
+    gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner, sum_outer, sum_middle, sum_inner,
+    offset, spans,
+    CENTERED: tl.constexpr, LEVELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    HEIGHT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """Programs for spans of columns, which sum over all rows, and then one for each row.
+
+    None waits for another: the statistics of all rows are known from the forward pass. Partial sums, in place of a
+    second read, would take a second launch, which for few rows takes longer than all reads.
+    """
+    columns = assume_multiple(columns, WIDTH)
+    program = tl.program_id(0)
+    if program < spans:
+        sums_over_rows(
+            gradient, x, statistics, dweight, dbias, program * SPAN, rows, columns, middle, inner,
+            gradient_outer, gradient_middle, gradient_inner, x_outer, x_middle, x_inner,
+            CENTERED, LEVELS, WIDTH, HEIGHT, SPAN,
+        )  # fmt: skip
+    else:
+        row = tl.cast(program - spans, tl.int64) + tl.arange(0, 1)
+        column = tl.arange(0, BLOCK)
+        inside = (column < columns)[None, :]
+        # load g, x and the gradient of the sum: (1, BLOCK)
+        g = read_rows(
+            gradient, row, column, inside, middle, inner,
+            gradient_outer, gradient_middle, gradient_inner, LEVELS, WIDTH, "",
+        )  # fmt: skip
+        n = read_rows(x, row, column, inside, middle, inner, x_outer, x_middle, x_inner, LEVELS, WIDTH, "")
+        added = None
+        if sum_gradient is not None:
+            added = read_rows(
+                sum_gradient, row, column, inside, middle, inner, sum_outer, sum_middle, sum_inner, LEVELS, WIDTH, ""
+            )
+        rstd = tl.load(statistics + row)
+        g, n = as_float32(g), as_float32(n)
+        if CENTERED:
+            n -= tl.load(statistics + rows + row)[:, None]
+        if weight is not None:
+            g *= effective_weight(read_weight(weight, column, column < columns), offset)
+        # sums along the row, then its gradient
+        along, level = tl.sum(n * g, 1), 0.0
+        if CENTERED:
+            level = tl.sum(g, 1)
+        slope, level = gradient_coefficients(along, level, rstd, columns, CENTERED)
+        result = n * slope[:, None] + g * rstd[:, None]
+        if CENTERED:
+            result += level[:, None]
+        write_rows(result, added, dx, dresidual, row, column, inside, columns)
+
+
 def norm_backward(
     gradient: Tensor, x: Tensor, sum_gradient: Tensor | None, statistics: Tensor, weight: Tensor | None,
     bias: Tensor | None, offset: float, centered: bool, wants: list[bool], *, config: BackwardConfig | None = None,
@@ -743,6 +837,9 @@ def norm_backward(
     config = config or backward_config(size, rows, x.device, centered=centered, added=sum_gradient is not None)
     tensors = (statistics, weight, dx if wants[0] else None, dresidual if wants[1] else None)
     arguments = (strided, *tensors, rows, columns, offset or None, centered, wants)
+    if isinstance(config, ApartConfig):
+        _backward_apart(*arguments, dweight, dbias, config)
+        return dx, dresidual, dweight, dbias
     sums = None
     if isinstance(config, RingConfig):
         if runs_on(x.device):
@@ -766,6 +863,24 @@ def norm_backward(
             warps=height * width // 1024,
         )  # fmt: skip
     return dx, dresidual, dweight, dbias
+
+
+def _backward_apart(
+    strided: StridedRows, statistics: Tensor, weight: Tensor | None, dx: Tensor | None, dresidual: Tensor | None,
+    rows: int, columns: int, offset: float | None, centered: bool, wants: list[bool], dweight: Tensor, dbias: Tensor,
+    config: ApartConfig,
+) -> None:  # fmt: skip
+    """Writes all gradients."""
+    height, span = column_tile(config, rows, columns)
+    spans = triton.cdiv(columns, span) if wants[2] or wants[3] else 0
+    programs = spans + (0 if dx is None and dresidual is None else rows)
+    launch(
+        backward_apart, (programs, 1, 1), *strided.tensors, statistics, weight, dx, dresidual,
+        dweight if wants[2] else None, dbias if wants[3] else None,
+        rows, columns, strided.middle, strided.inner, *strided.strides[0], *strided.strides[1], *strided.strides[2],
+        offset, spans, centered, strided.levels, strided.width, next_power_of_2(columns), height, span,
+        warps=config.warps,
+    )  # fmt: skip
 
 
 def _backward_by_tiles(

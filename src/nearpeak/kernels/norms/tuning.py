@@ -20,7 +20,7 @@ from nearpeak.kernels._runtime.ring_buffer import (
     whole_row_candidates,
 )
 from nearpeak.kernels._runtime.row_barrier import MAX_PARTS, SplitConfig, adapt_to_rows, split_candidates
-from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, tuned, tuned_by_rows
 
 MAX_FORWARD_TILE = 32768
 """A longer row does not fit into the registers of 32 warps."""
@@ -36,6 +36,8 @@ _EARLY_ELEMENTS = 16
 """Of 16 bits, of a thread: up to so many leave registers for weight and bias too."""
 FEW = "_few"
 """After the name of a kernel in the table: its configurations for few rows."""
+_LEAST_SPAN = 16
+"""Columns of a sum over rows, in a program: 32 bytes, which memory reads at once, in 16 bits."""
 _WAVES = 4
 """Full ones of which a launch must have so many for a configuration that was measured with many rows."""
 _RING = RingConfig(width=16384, warps=8, programs=2, where="shared")
@@ -93,8 +95,18 @@ class GroupConfig:
     """Rows between two barriers; None: as many as fit into the cache."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApartConfig:
+    """A program for each row, and programs of as many threads that sum over all rows."""
+
+    variant: ClassVar[str] = "apart"
+    warps: int
+    elements: int
+    """Of each thread of a program that sums, at a time."""
+
+
 ForwardConfig = ForwardTileConfig | SplitConfig | RingConfig
-BackwardConfig = BackwardTileConfig | GroupConfig | RingConfig
+BackwardConfig = BackwardTileConfig | GroupConfig | RingConfig | ApartConfig
 
 
 def table_key(kernel: str, centered: bool, added: bool) -> str:
@@ -109,8 +121,11 @@ def registers_per_thread(warps: int, programs: int) -> int:
 
 def forward_config(size: int, rows: int, device: torch.device, *, centered: bool, added: bool) -> ForwardConfig:
     """The measured configuration, if there are as many rows as it was measured with, or the heuristic."""
-    row = tuned(table_key("norm_forward", centered, added), size, device)
-    measured = from_row(row, ForwardTileConfig, SplitConfig, RingConfig)
+    key = table_key("norm_forward", centered, added)
+    at_rows = from_row(tuned_by_rows(key, size, rows, device), ForwardTileConfig, SplitConfig, RingConfig)
+    if at_rows is not None:
+        return at_rows
+    measured = from_row(tuned(key, size, device), ForwardTileConfig, SplitConfig, RingConfig)
     if measured is None or (isinstance(measured, ForwardTileConfig) and not _fills_gpu(measured, rows, device)):
         return forward_heuristic(size, rows, processors(device))
     return adapt_to_rows(measured, rows)
@@ -176,8 +191,9 @@ def backward_config(size: int, rows: int, device: torch.device, *, centered: boo
     Between measured lengths, rows that do not fit into registers are in rings, as on both sides.
     """
     few = is_few(size, rows, processors(device))
-    row = tuned(table_key("norm_backward", centered, added) + FEW * few, size, device)
-    measured = from_row(row, BackwardTileConfig, GroupConfig, RingConfig)
+    key = table_key("norm_backward", centered, added)
+    row = tuned_by_rows(key, size, rows, device) or tuned(key + FEW * few, size, device)
+    measured = from_row(row, BackwardTileConfig, GroupConfig, RingConfig, ApartConfig)
     if measured is not None:
         return measured
     if few:
@@ -190,15 +206,29 @@ def is_few(size: int, rows: int, processors: int) -> bool:
     return rows <= 2 * processors and next_power_of_2(size) <= MAX_FEW_TILE
 
 
-def few_backward_heuristic(size: int) -> BackwardTileConfig:
-    """A row for each program, by as many threads as have two loads of 16 bytes of it."""
-    return _one_row(max(next_power_of_2(size) // 512, 1))
+def few_backward_heuristic(size: int) -> ApartConfig:
+    """As many threads as have two loads of 16 bytes of a row."""
+    return ApartConfig(warps=min(max(next_power_of_2(size) // 512, 4), 16), elements=16)
 
 
-def few_backward_candidates(size: int) -> list[BackwardTileConfig]:
-    """Configurations worth measuring for few rows: 4 to 32 elements per thread."""
+def few_backward_candidates(size: int) -> list[BackwardTileConfig | ApartConfig]:
+    """Configurations worth measuring for few rows: 4 to 32 elements of a row per thread."""
     block = next_power_of_2(size)
-    return [_one_row(warps) for warps in (1, 2, 4, 8, 16, 32) if 128 * warps <= block <= 1024 * warps]
+    tiles = [_one_row(warps) for warps in (2, 4, 8, 16) if 256 * warps <= block <= 1024 * warps]
+    apart = [
+        ApartConfig(warps=warps, elements=elements)
+        for warps in (4, 8, 16)
+        for elements in (8, 16, 32)
+        if 64 * warps <= block <= 1024 * warps
+    ]
+    return [*tiles, *apart]
+
+
+def column_tile(config: ApartConfig, rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of a tile of a program that sums: few columns, so that most rows are read at once."""
+    tile = 32 * config.warps * config.elements
+    height = min(next_power_of_2(rows), tile // _LEAST_SPAN)
+    return height, min(tile // height, max(next_power_of_2(columns), _LEAST_SPAN))
 
 
 def _one_row(warps: int) -> BackwardTileConfig:

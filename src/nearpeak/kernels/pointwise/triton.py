@@ -31,6 +31,8 @@ from nearpeak.kernels._runtime.tuning import from_row, tuned
 _ADD_BLOCK = 4096
 _PROGRAMS = 1056
 """Programs that sum columns: 8 for each of 132 multiprocessors, which all run at the same time."""
+_FEW = 2**22
+"""Elements from which on a GPU is busy, and tiles of many rows are not those of one."""
 _MOST_Y = 65_535
 """Programs in the second dimension of a grid."""
 _LEAST_BLOCK = 128
@@ -87,6 +89,16 @@ def tile_heuristic(rows: int, columns: int, elements: int = 4096) -> TileConfig:
         elements //= 2
     block = fitting_block(columns, elements)
     return TileConfig(block=block, rows=min(elements // block, next_power_of_2(rows)), warps=min(elements // 256, 8))
+
+
+def tile_config(kernel: str, rows: int, columns: int, device: torch.device) -> TileConfig:
+    """The heuristic, or the tile that was measured for as many elements in one row, in a shape that fits these."""
+    elements = rows * columns
+    measured = from_row(tuned(kernel, elements, device), TileConfig) if rows == 1 or elements <= _FEW else None
+    if measured is None:
+        return tile_heuristic(rows, columns)
+    block = fitting_block(columns, measured.block) if rows > 1 else measured.block
+    return TileConfig(block=block, rows=min(measured.block // block, next_power_of_2(rows)), warps=measured.warps)
 
 
 def fitting_block(columns: int, most: int) -> int:
@@ -323,8 +335,7 @@ def activation_forward(
         return result
     (x,) = as_tiles(x, flat=bias is None)
     rows, columns = x.shape
-    row = tuned("activation_forward", columns, x.device)
-    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    config = config or tile_config("activation_forward", rows, columns, x.device)
     block, height = config.block, config.rows
     grid, column_blocks = tile_grid(rows, columns, height, block)
     launch(
@@ -344,8 +355,7 @@ def activation_backward(
         return result
     gradient, x = as_tiles(gradient, x, flat=bias is None)
     rows, columns = x.shape
-    row = tuned("activation_backward", columns, x.device)
-    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    config = config or tile_config("activation_backward", rows, columns, x.device)
     block, height = config.block, config.rows
     column_blocks = triton.cdiv(columns, block)
     launch(
@@ -524,8 +534,7 @@ def _launch_gated(
 ) -> None:
     rows = gate.shape[0]
     columns = gate.shape[1] // (2 if interleaved else 1)
-    row = tuned("gated_forward", columns, gate.device)
-    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    config = config or tile_config("gated_forward", rows, columns, gate.device)
     block, height = config.block, config.rows
     grid, column_blocks = tile_grid(rows, columns, height, block)
     launch(
@@ -542,8 +551,7 @@ def _launch_gated_backward(
 ) -> None:  # fmt: skip
     rows, columns = gradient.shape
     strides = gradient.stride(0), gate.stride(0), up.stride(0), gate_gradient.stride(0)
-    row = tuned("gated_backward", columns, gate.device)
-    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
+    config = config or tile_config("gated_backward", rows, columns, gate.device)
     block, height = config.block, config.rows
     grid, column_blocks = tile_grid(rows, columns, height, block)
     launch(

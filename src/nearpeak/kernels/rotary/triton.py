@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nearpeak.kernels._runtime.launch import launch, next_power_of_2
 from nearpeak.kernels._runtime.rows import assume_multiple, common_width
-from nearpeak.kernels._runtime.tuning import from_row, processors, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, tuned, tuned_by_rows
 from nearpeak.kernels.rotary import empty_result
 
 _PAIRS = 1024
@@ -25,7 +25,9 @@ _HEADS_PER_TILE = 4
 _FEW_PROGRAMS = 48
 """Of a multiprocessor, of which it has 12 at a time: up to so many, a program that waits for memory twice shows."""
 _MOST_Y = 65_535
-"""Programs in the second dimension of a grid."""
+"""Programs in the second dimension of a grid, and in the third."""
+_EMPTY_SHARE = 1.125
+"""Tiles of each sequence may have so many times its tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +116,7 @@ def rotary_kernel(
     second_batch, second_token, second_head, second_result_batch, second_result_token, second_result_head,
     cosine_batch, cosine_token, sine_batch, sine_token, position_batch, position_token,
     TABLE_STEP: tl.constexpr, REVERSE: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_SECOND: tl.constexpr,
-    APART: tl.constexpr, ONE_SEQUENCE: tl.constexpr,
+    APART: tl.constexpr, BY_SEQUENCE: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -125,10 +127,11 @@ def rotary_kernel(
         head_block, token_block = tl.program_id(0) % head_blocks, tl.program_id(0) // head_blocks
     head = head_block * HEADS + tl.arange(0, HEADS)[None, :, None]  # (1, HEADS, 1)
     token = token_block * TOKENS + tl.arange(0, TOKENS)[:, None, None]  # (TOKENS, 1, 1)
-    is_token = token < tokens
-    if ONE_SEQUENCE:
-        batch, place = (token * 0).to(tl.int64), token.to(tl.int64)
+    if BY_SEQUENCE:  # integers are divided in about 40 instructions, which shows in a kernel of two microseconds
+        is_token = token < length
+        batch, place = tl.program_id(2).to(tl.int64), token.to(tl.int64)
     else:
+        is_token = token < tokens
         batch, place = (token // length).to(tl.int64), (token % length).to(tl.int64)
     # cosines and sines of each token, (TOKENS, HEADS, BLOCK): each thread reads those of its own numbers, which
     # otherwise would go through shared memory
@@ -243,29 +246,42 @@ def _rotate(
     position_strides = (0, 0) if positions is None else _batch_strides(positions, 2, -1)
     rest = 0 if pairs[0][0] is pairs[0][1] else head_dim - rotary_dim
     tokens = batch * length
-    config = config or from_row(tuned("rotary", head_dim, cos.device), RotaryConfig)
+    row = tuned_by_rows("rotary", head_dim, tokens * max(sizes), cos.device) or tuned("rotary", head_dim, cos.device)
+    config = config or from_row(row, RotaryConfig)
     config = config or heuristic(tokens, max(sizes), half, rest, processors(cos.device))
     blocks = [triton.cdiv(heads, config.heads) for heads in sizes]
     apart = config.apart and len(pairs) == 2
-    grid, head_blocks = _rotary_grid(triton.cdiv(tokens, config.tokens), sum(blocks) if apart else max(blocks))
+    by_sequence = has_tiles_by_sequence(batch, length, config.tokens)
+    grid, head_blocks = _rotary_grid(
+        triton.cdiv(length if by_sequence else tokens, config.tokens),
+        sum(blocks) if apart else max(blocks),
+        batch if by_sequence else 1,
+    )
     launch(
         rotary_kernel, grid, *pairs[0], *pairs[-1], cos, sin, cos if positions is None else positions,
         tokens, length, cos.shape[-2], sizes[0], sizes[-1], head_blocks, blocks[0],
         *strides[:6], *strides[-6:], *table_strides, *position_strides,
-        step, reverse, positions is not None, len(pairs) == 2, apart, batch == 1, half, rest, interleaved,
+        step, reverse, positions is not None, len(pairs) == 2, apart, by_sequence, half, rest, interleaved,
         common_width(*strides), config.tokens, config.heads, next_power_of_2(half), next_power_of_2(rest),
         warps=config.warps,
     )  # fmt: skip
 
 
-def _rotary_grid(token_blocks: int, head_blocks: int) -> tuple[tuple[int, int, int], int | None]:
-    """The programs, and the number of blocks of heads, or None if the programs are in two dimensions.
+def has_tiles_by_sequence(batch: int, length: int, tokens: int) -> bool:
+    """Whether tiles of so many tokens begin with each sequence: if that leaves few of their tokens empty."""
+    return batch <= _MOST_Y and triton.cdiv(length, tokens) * tokens <= _EMPTY_SHARE * length
+
+
+def _rotary_grid(
+    token_blocks: int, head_blocks: int, sequences: int
+) -> tuple[tuple[int, int, int], int | None]:
+    """The programs, and the number of blocks of heads, or None if those have a dimension of their own.
 
     Blocks of heads of the same tokens come after one another: tokens are read in the order of their memory.
     """
     if token_blocks <= _MOST_Y:
-        return (head_blocks, token_blocks, 1), None
-    return (head_blocks * token_blocks, 1, 1), head_blocks
+        return (head_blocks, token_blocks, sequences), None
+    return (head_blocks * token_blocks, 1, sequences), head_blocks
 
 
 def _geometry(x: Tensor, heads_first: bool) -> tuple[int, int, int, int, int, int]:
@@ -305,11 +321,11 @@ def candidates(size: int, heads: int = 32) -> list[RotaryConfig]:
 
 
 def few_candidates(size: int, heads: int) -> list[RotaryConfig]:
-    """Configurations worth measuring for few tokens: 4 or 8 pairs per thread."""
+    """Configurations worth measuring for few tokens: 2 to 8 pairs per thread."""
     half = next_power_of_2(size // 2)
     shapes = {
         (max(pairs // (many * half), 1), many, max(pairs // (32 * per_thread), 1))
-        for pairs, per_thread in ((256, 8), (512, 8), (1024, 8), (1024, 4))
+        for pairs, per_thread in ((256, 8), (256, 4), (256, 2), (512, 8), (512, 4), (512, 2), (1024, 8), (1024, 4))
         for many in {min(next_power_of_2(heads), number) for number in (4, 8)}
     }
     configs = [

@@ -15,7 +15,7 @@ from nearpeak.kernels._runtime.gluon import runs_on
 from nearpeak.kernels._runtime.launch import next_power_of_2
 from nearpeak.kernels._runtime.ring_buffer import RingConfig, ring_backward_candidates, ring_forward_candidates
 from nearpeak.kernels._runtime.row_barrier import SplitConfig, adapt_to_rows, split_candidates
-from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, tuned
+from nearpeak.kernels._runtime.tuning import from_row, processors, spread_rows, tuned, tuned_by_rows
 
 _VECTOR_BYTES = 16
 """Bytes that a thread loads at once."""
@@ -45,6 +45,9 @@ Config = TileConfig | SplitConfig | RingConfig
 def choose_config(kernel: str, rows: int, columns: int, x: Tensor, *, masked: bool, config: Config | None) -> Config:
     """The configuration given, measured or guessed, in this order, adapted to these rows."""
     backward, forced = kernel.endswith("backward"), config is not None
+    if config is None:
+        config = from_row(tuned_by_rows(kernel, columns, rows, x.device), TileConfig, SplitConfig, RingConfig)
+        forced = config is not None
     if config is None:
         measured = from_row(tuned(kernel, columns, x.device), TileConfig, SplitConfig, RingConfig)
         if measured is None and columns > _MAX_TILE:
