@@ -1,8 +1,9 @@
-"""Entries of `benchmarks.kernels.tune --random SEEDS`: configurations of kernels over rows, at random cells.
+"""Entries of `benchmarks.kernels.tune --random SEEDS` and `--spread SEEDS`: configurations of kernels over rows.
 
-No row of a table comes of these: they show how heuristics should depend on the number of rows as well as on their
-length. Each entry has few candidates: the one that the kernel takes now ("default"), that as it would be without one of
-its settings, and others with 4 to 32 elements for each thread.
+At random cells they show how heuristics should depend on the number of rows as well as on their length. Cells that are
+spread have one for each power of 2 of columns and each power of 4 of rows, with sizes at random between them: of these
+`benchmarks.kernels.fit_rows` makes rows of the table. Each entry has few candidates: the one that the kernel takes now
+("default"), that as it would be without one of its settings, and others with 4 to 32 elements for each thread.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 
 from benchmarks.kernels.cases import KernelCase, random_tensor, rotary_case, row_case
 from benchmarks.kernels.copies import quantize_case
-from benchmarks.kernels.drawing import Cell, cells, tiny_cells
+from benchmarks.kernels.drawing import BOTH, Cell, Draw, cells, tiny_cells
 from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
 from nearpeak.kernels._runtime.launch import next_power_of_2
 from nearpeak.kernels._runtime.ring_buffer import ring_backward_candidates, ring_forward_candidates
+from nearpeak.kernels._runtime.row_barrier import SplitConfig
+from nearpeak.kernels._runtime.tuning import BY_ROWS
 from nearpeak.kernels.losses import triton as losses_triton
 from nearpeak.kernels.norms import tuning as norms_tuning
 from nearpeak.kernels.pointwise import triton as pointwise_triton
@@ -40,6 +43,17 @@ NORMS = {"rms_norm": (False, False), "layer_norm": (True, False), "add_rms_norm"
 """Whether a norm is centered, and whether it comes after an addition."""
 GATED = ("swiglu", "geglu")
 SOFTMAX = ("softmax", "log_softmax")
+SPREAD_BLOCKS = (512, 1024, 2048, 4096, 8192, 16384)
+"""Powers of 2 up to which columns are spread; and for norms of heads:"""
+SPREAD_HEADS = (64, 128, 256)
+SPREAD_ROWS = (16, 64, 256, 1024, 4096, 16384, 65536)
+"""Between which rows are; heads have 16 times as many."""
+SPREAD_ELEMENTS = tuple(2**bits for bits in range(13, 23))
+SPREAD_TOKENS = tuple(4**exponent for exponent in range(5, 11))
+"""Heads of tokens that are rotated."""
+MOST_SPREAD_ELEMENTS = 2**25
+FEWEST_SUMS = 2048
+"""Rows from which on sums over rows are not worth a second read of all."""
 OPERATIONS = (*NORMS, *SOFTMAX, *GATED, "bias_gelu", "dropout_add", "rotary", "quantize", "cross_entropy")
 
 
@@ -76,6 +90,44 @@ def drawn_entries(
         entries = [entry for cell in drawn for entry in _entries(cell, device) if entry.candidates]
         found += random.Random(seed).sample(entries, len(entries))
     return found
+
+
+def spread_entries(seeds: Sequence[int], device: str, operations: Sequence[str] | None = None) -> list[DrawnEntry]:
+    """Those of spread cells, in random order: what a run leaves out is of all kinds."""
+    found = []
+    for seed in seeds:
+        drawn = [cell for cell in spread_cells(seed) if operations is None or cell.operation in operations]
+        entries = [entry for cell in drawn for entry in _entries(cell, device) if len(entry.candidates) > 1]
+        found += random.Random(seed).sample(entries, len(entries))
+    return found
+
+
+def spread_cells(seed: int) -> list[Cell]:
+    """Sizes of all kinds: widths are multiples of 64, so that cells share most compiled kernels."""
+    draw = Draw(f"{seed} spread")
+    found: list[tuple[str, dict[str, Any], tuple[str, ...]]] = []
+    for name in (*NORMS, "softmax"):
+        heads = SPREAD_HEADS if name in ("rms_norm", "layer_norm") else ()
+        for block in (*heads, *SPREAD_BLOCKS):
+            scale = 16 if block in heads else 1
+            for least in SPREAD_ROWS[: -2 if block in heads else -1]:
+                rows = draw.size(scale * least + 1, scale * 4 * least - 1) | 1
+                columns = block if block in heads else draw.size(block // 2 + 1, block, 64)
+                if rows * columns <= MOST_SPREAD_ELEMENTS:
+                    found.append((name, {"rows": rows, "columns": columns}, BOTH))
+    for elements in SPREAD_ELEMENTS:
+        rows = draw.size(16, max(elements // 1024, 17))
+        found.append(("swiglu", {"rows": rows, "columns": max(elements * 3 // 4 // rows // 8 * 8, 8)}, BOTH))
+    for dim in (64, 128, 256):
+        for least in SPREAD_TOKENS[:-1]:
+            heads, batch = draw.among((8, 16, 32)), draw.size(1, 8)
+            tokens = max(draw.size(least, 4 * least) // heads // batch, 1) | 1
+            shape = {"batch": batch, "tokens": tokens, "heads": heads, "key_heads": heads // 4, "dim": dim}
+            found.append(("rotary", shape, ("forward",)))
+    return [
+        Cell(seed=seed, number=number, operation=name, dtype="bfloat16", shape=shape, passes=passes)
+        for number, (name, shape, passes) in enumerate(found)
+    ]
 
 
 def _entries(cell: Cell, device: str) -> Iterator[DrawnEntry]:
@@ -136,11 +188,11 @@ def _kernel(cell: Cell, case: KernelCase, dtype: torch.dtype, backward: bool) ->
         size = columns * dtype.itemsize // 2
         pick = norm_backward_candidates if backward else norm_forward_candidates
         candidates = pick(size, rows, centered, added)
-        few = norms_tuning.FEW * (backward and norms_tuning.is_few(size, rows, PROCESSORS))
         name = "norm_backward" if backward else "norm_forward"
-        return norms_tuning.table_key(name, centered, added) + few, size, candidates
+        return norms_tuning.table_key(name, centered, added) + BY_ROWS, size, candidates
     if operation in SOFTMAX:
-        return "softmax_backward" if backward else "softmax", columns, softmax_candidates(columns, rows, backward)
+        name = "softmax_backward" if backward else "softmax"
+        return name + BY_ROWS, columns, softmax_candidates(columns, rows, backward)
     if operation in GATED:
         return "gated_backward" if backward else "gated_forward", rows * columns, flat_candidates(rows * columns)
     if operation == "bias_gelu":
@@ -151,7 +203,7 @@ def _kernel(cell: Cell, case: KernelCase, dtype: torch.dtype, backward: bool) ->
         return "dropout_add", rows * columns, dropout_candidates(rows * columns)
     if operation == "rotary":
         shape = cell.shape
-        return "rotary", shape["dim"], rotary_triton.few_candidates(shape["dim"], shape["heads"])
+        return "rotary" + BY_ROWS, shape["dim"], rotary_triton.few_candidates(shape["dim"], shape["heads"])
     block = cell.shape["block"]
     if block not in ("1x128", "row") or (block == "row" and columns > quantize_triton.MAX_REGISTER_ROW):
         return None
@@ -182,10 +234,22 @@ def norm_forward_candidates(size: int, rows: int, centered: bool, added: bool) -
 
 
 def norm_backward_candidates(size: int, rows: int, centered: bool, added: bool) -> list[Any]:
+    block = next_power_of_2(size)
     if norms_tuning.is_few(size, rows, PROCESSORS):
         return list(norms_tuning.few_backward_candidates(size))
-    if next_power_of_2(size) <= norms_tuning.MAX_BACKWARD_TILE:
-        return []
+    if block <= norms_tuning.MAX_BACKWARD_TILE:
+        apart = [norms_tuning.few_backward_heuristic(size)] if rows <= FEWEST_SUMS and block <= FEWEST_SUMS * 4 else []
+        tiles = [
+            norms_tuning.BackwardTileConfig(
+                rows=max(elements * 32 * warps // block, 1), warps=warps, stages=stages, programs=programs
+            )
+            for warps in (1, 2, 4, 8)
+            for elements in (8, 16)
+            for stages in (1, 3)
+            for programs in {16 // warps, 24 // warps}
+            if programs and elements * 32 * warps >= block and block <= 1024
+        ]
+        return [*apart, *tiles]
     rings = ring_backward_candidates(size, sums=True, added=added)
     return [norms_tuning.backward_heuristic(size, centered=centered), *rings]
 
@@ -196,7 +260,8 @@ def softmax_candidates(columns: int, rows: int, backward: bool) -> list[Any]:
     if rows <= FEW_ROWS:
         tiles = [config for config in tiles if config.rows == 1]
         if columns > 16384:
-            return tiles  # fewer than rings take
+            # fewer than rings take: parts, each of a program
+            return [*tiles, *(SplitConfig(warps=warps, steps=steps, kept=True) for warps, steps in ((8, 4), (16, 2)))]
     if columns <= 16384:
         return tiles
     rings = ring_backward_candidates(columns) if backward else ring_forward_candidates(columns, weights=False)
@@ -210,7 +275,8 @@ def flat_candidates(elements: int) -> list[Any]:
     return [
         pointwise_triton.TileConfig(block=each * 32 * warps, rows=1, warps=warps)
         for warps in (1, 2, 4, 8)
-        for each in (4, 8, 16)
+        for each in (2, 4, 8, 16)
+        if each * warps >= 4
     ]
 
 

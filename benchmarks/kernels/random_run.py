@@ -84,6 +84,7 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
     from benchmarks.kernels import timing
 
     rows = []
+    begin = time.perf_counter()
     for name, one in passes_of(cell, setting.device).items():
         if name not in cell.passes:
             continue
@@ -96,14 +97,17 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
             others, refused = other_backends(running["nearpeak"], choice, one.peer_backends)
         ways = {**running, **others}
         resets = {way: one.resets[base] for way in ways if (base := "nearpeak" if way in others else way) in one.resets}
+        ready = time.perf_counter()
         errors = errors_of(one, ways, resets) if setting.check else {}
+        checked = time.perf_counter()
         waiting: list[str] = []
         spread: dict[str, float] = {}
         rounds = min(ROUNDS, timing.ROUNDS)
         seconds = timing.in_turns(
             ways, rounds, resets=resets, may_wait=one.may_wait, waiting=waiting, spread=spread,
-            enough=(ENOUGH_ROUNDS, ENOUGH_SPREAD),
+            enough=(ENOUGH_ROUNDS, ENOUGH_SPREAD), compared="nearpeak",
         )  # fmt: skip
+        end = time.perf_counter()
         rows.append(
             {
                 "seed": cell.seed,
@@ -123,8 +127,10 @@ def measured_cell(cell: Cell, setting: Any) -> list[dict[str, Any]]:
                 "error_limit": error_limit(cell, errors),
                 "waiting": waiting,
                 "failed": {**late, **failed, **refused},
+                "took": {"made": ready - begin, "checked": checked - ready, "timed": end - checked},
             }
         )
+        begin = end
     return rows
 
 

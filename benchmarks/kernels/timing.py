@@ -26,6 +26,10 @@ WAIT_SECONDS = 0.01
 IN_A_ROW = 200
 """Calls on the host between two waits for the device: the queue of launches holds about a thousand."""
 CALLS = 2000
+HOPELESS = 1.5
+"""A way that took so many times as long as the fastest in the first round is not measured in others."""
+CLEAR, CLEAR_ROUNDS = 1.15, 2
+"""Rounds end after so many if one way is compared with the others, and was so many times as fast in each."""
 Way = Callable[[], Any]
 
 
@@ -125,12 +129,14 @@ def in_turns(
     waiting: list[str] | None = None,
     spread: dict[str, float] | None = None,
     enough: tuple[int, float] | None = None,
+    compared: str | None = None,
 ) -> dict[str, float]:
     """The median device time of each way with cold caches, in seconds; the first of all rounds warms up.
 
     `resets` run before calls, outside of what is timed. `waiting` gets the names of the ways that wait for the device,
     and `spread` the median distance of the rounds of each way from their median, as a share of that. `enough`: the
-    rounds after which no more are needed if the spread of every way is no larger than this.
+    rounds after which no more are needed if the spread of every way is no larger than this. `compared`: a way of which
+    it is asked how many times as fast as the others it is, which ends rounds where that is clear: see `HOPELESS`.
     """
     samplers: dict[str, _Sampler] = {}
     for name, way in ways.items():
@@ -139,17 +145,36 @@ def in_turns(
             waiting.append(name)
     order = random.Random(0)
     seconds: dict[str, list[float]] = {name: [] for name in samplers}
+    measured = list(samplers)
     with quiet_collector():
         for turn in range((ROUNDS if rounds is None else rounds) + 1):
-            for name in order.sample(list(samplers), len(samplers)):
+            for name in order.sample(measured, len(measured)):
                 found = samplers[name].seconds()
                 if turn:
                     seconds[name].append(found)
+            if compared is not None and turn:
+                measured = [name for name in measured if name == compared or not _is_hopeless(name, seconds)]
+                if turn >= CLEAR_ROUNDS and _is_clear(compared, seconds):
+                    break
             if enough is not None and turn >= enough[0] and max(map(_spread, seconds.values())) <= enough[1]:
                 break
     if spread is not None:
         spread.update((name, _spread(series)) for name, series in seconds.items())
     return {name: median(series) for name, series in seconds.items()}
+
+
+def _is_hopeless(name: str, seconds: Mapping[str, list[float]]) -> bool:
+    return seconds[name][0] > HOPELESS * min(series[0] for series in seconds.values())
+
+
+def _is_clear(compared: str, seconds: Mapping[str, list[float]]) -> bool:
+    """Whether a way was much faster than each of the others, in each round that both have."""
+    return all(
+        other >= CLEAR * one
+        for name, series in seconds.items()
+        if name != compared
+        for one, other in zip(seconds[compared], series, strict=False)
+    )
 
 
 def _spread(series: list[float]) -> float:

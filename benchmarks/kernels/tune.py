@@ -9,6 +9,11 @@ runs, is rejected and reported. Entries of the table for other operations or siz
     PYTHONPATH=src python -m benchmarks.kernels.tune --random 4,5 --json drawn.json
 
 measures kernels over rows at the shapes of random cells, for heuristics: see `drawn_tunables`.
+
+    PYTHONPATH=src python -m benchmarks.kernels.tune --spread 4 --rounds 2 --most 12 --limit 130 --compile-seconds 90 \
+        --json spread.json
+
+measures them at sizes of all kinds, of which `benchmarks.kernels.fit_rows` makes rows of the table.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ import torch
 from benchmarks.kernels.attention import portable
 from benchmarks.kernels.cases import SIZES, KernelCase, random_tensor, row_cases
 from benchmarks.kernels.copies import CopySizes, copy_cases
-from benchmarks.kernels.drawn_tunables import drawn_entries
+from benchmarks.kernels.drawn_tunables import DrawnEntry, drawn_entries, spread_entries
 from benchmarks.kernels.jobs import DONE, Jobs, run_workers, set_caches, work_through
 from benchmarks.kernels.run import backward_ways, forward_ways
 from nearpeak import kernels
@@ -339,6 +344,15 @@ def drawn_tunables(
     seeds: Sequence[int], count: int, device: str, operations: Sequence[str] | None = None, *, tiny: bool = False
 ) -> list[Tunable]:
     """Kernels over rows at the shapes of random cells."""
+    return _of_entries(drawn_entries(seeds, count, device, operations=operations, tiny=tiny))
+
+
+def spread_tunables(seeds: Sequence[int], device: str, operations: Sequence[str] | None = None) -> list[Tunable]:
+    """The same at sizes of all kinds."""
+    return _of_entries(spread_entries(seeds, device, operations))
+
+
+def _of_entries(entries: Sequence[DrawnEntry]) -> list[Tunable]:
     return [
         Tunable(
             kernel=entry.kernel,
@@ -350,7 +364,7 @@ def drawn_tunables(
             checked=entry.cell.operation != "dropout_add",
             label=entry.label,
         )
-        for entry in drawn_entries(seeds, count, device, operations=operations, tiny=tiny)
+        for entry in entries
     ]
 
 
@@ -680,6 +694,10 @@ MOST = 16
 TOGETHER = 4
 """Candidates that a process compiles before it looks for others."""
 COMPILE_SECONDS = 170.0
+REHEARSED_BYTES = 2**18
+"""Of spread cells that are rehearsed."""
+FULL_BYTES = 2**35
+"""Of memory that torch holds."""
 MARGIN = 0.005
 """A candidate must be faster than the default by this share."""
 SAME = 2e-2
@@ -768,7 +786,7 @@ def _steps(
 ) -> dict[str, Callable[[], Any]]:
     from nearpeak.kernels._runtime import tuning as _runtime_tuning
 
-    _runtime_tuning._table(_generation()).clear()  # what another job left there
+    _runtime_tuning._table.cache_clear()  # what another job left there
     using(tunable.kernel, None)
     way = tunable.make()
     steps = {"default": _with(tunable.kernel, None, way)} if default else {}
@@ -892,12 +910,11 @@ def tuned_rows(
             continue
         row["failed"] += failed
         yield row
-        clean()
+        if not tunable.label or (torch.cuda.is_available() and torch.cuda.memory_reserved() > FULL_BYTES):
+            clean()  # takes longer than an entry of a random cell is measured
 
 
 def clean() -> None:
-    import torch
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -913,6 +930,7 @@ def main() -> int:
         "--rows", help="operations on rows at these, such as 16384x1536,8192x5120, in place of the usual"
     )
     parser.add_argument("--random", help="kernels over rows at cells of these seeds, in place of all")
+    parser.add_argument("--spread", help="the same at sizes of all kinds, by these seeds")
     parser.add_argument("--cells", type=int, default=60, help="passes of each seed, of the operations asked for")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of all candidates of an entry")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds for measuring")
@@ -925,8 +943,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.rehearse and arguments.table and arguments.table.resolve().is_relative_to(SOURCE):
         parser.error("--rehearse is not for the table of the package")
-    if arguments.random and arguments.table:
-        parser.error("--random is for heuristics, and writes no table")
+    if (arguments.random or arguments.spread) and arguments.table:
+        parser.error("--random and --spread write no table")
     set_caches()
     import torch
 
@@ -944,7 +962,12 @@ def main() -> int:
         sizes = {"sizes": replace(sizes.get("sizes", TunedSizes()), rows=shapes)}
     operations = arguments.operations.split(",") if arguments.operations else None
     at = [int(size) for size in arguments.sizes.split(",")] if arguments.sizes else None
-    if arguments.random:
+    if arguments.spread:
+        seeds = [int(seed) for seed in arguments.spread.split(",")]
+        wanted = spread_tunables(seeds, device, operations)
+        if arguments.rehearse:
+            wanted = [one for one in wanted if one.least_bytes <= REHEARSED_BYTES]
+    elif arguments.random:
         seeds = [int(seed) for seed in arguments.random.split(",")]
         wanted = drawn_tunables(seeds, arguments.cells, device, operations, tiny=arguments.rehearse)
     else:
@@ -964,6 +987,7 @@ def main() -> int:
                 command += ["--rows", arguments.rows] if arguments.rows else []
                 command += ["--variant", arguments.variant] if arguments.variant else []
                 command += ["--random", arguments.random, "--cells", str(arguments.cells)] if arguments.random else []
+                command += ["--spread", arguments.spread] if arguments.spread else []
                 command += ["--rehearse"] if arguments.rehearse else []
                 took = run_workers(command, arguments.processes, arguments.compile_seconds)
                 print(f"compiled in {took:.0f} s", flush=True)

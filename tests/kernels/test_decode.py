@@ -110,6 +110,27 @@ def test_splits_and_pages(page, splits):
     assert not grid_counters(1024, lengths.device).any()  # for those that come next
 
 
+def test_programs_that_do_not_fill_a_wave_are_in_few_waves():
+    """More waves would keep all multiprocessors busy to the end; each of them takes its time to start."""
+    from nearpeak.kernels.decode import tuning
+
+    one = tuning.DecodeConfig(block=128, warps=4, stages=3, programs=1)
+
+    def chosen(programs, tokens, config=one):
+        most, token_bytes = tokens // 256, 512
+        config = tuning.faster_of((config, config.halved()), programs, most, token_bytes, tokens, 132)
+        slots, in_flight = 132 * config.programs, config.bytes_in_flight(token_bytes)
+        return config.programs, tuning.choose_splits(programs, slots, most, tokens * token_bytes, in_flight)
+
+    assert chosen(105, 2816) == chosen(112, 28544) == (1, 1), "memory has its bandwidth for 105 programs too"
+    assert chosen(156, 10236) == (2, 1), "all at a time, and not 24 in a second wave"
+    assert chosen(64, 45136) == (1, 2), "a full wave"
+    assert chosen(1, 131072) == (1, 132)
+    assert chosen(48, 11392)[1] > 1, "too few bytes on their way"
+    assert (one.halved().block, one.halved().warps) == (64, 4)
+    assert tuning.launch_seconds(264, 132, 2**20, 2**17) > tuning.launch_seconds(132, 132, 2**21, 2**17)
+
+
 def test_any_number_of_splits_gives_about_the_same():
     query, keys, values = (
         random_tensor(1, 1, 1, 16),

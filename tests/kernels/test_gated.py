@@ -16,7 +16,8 @@ from nearpeak.errors import KernelUnavailable, UsageError
 
 pytest.importorskip("triton")
 
-from nearpeak.kernels.pointwise.triton import fitting_block, tile_heuristic
+from nearpeak.kernels.pointwise import triton as pointwise_triton
+from nearpeak.kernels.pointwise.triton import TileConfig, fitting_block, tile_heuristic
 
 
 def both(function, **options):
@@ -40,6 +41,16 @@ def test_few_elements_are_spread_over_all_multiprocessors():
     few, many = tile_heuristic(82, 960), tile_heuristic(8192, 960)
     assert (few.block * few.rows, few.warps) == (512, 2)
     assert (many.block * many.rows, many.warps) == (4096, 8)
+
+
+def test_a_tile_measured_in_one_row_takes_the_shape_of_others(monkeypatch):
+    row = {"block": 1024, "rows": 1, "warps": 8}
+    monkeypatch.setattr(pointwise_triton, "tuned", lambda kernel, elements, device: row if elements > 4096 else None)
+    cpu = torch.device("cpu")
+    assert pointwise_triton.tile_config("gated_forward", 1, 10**6, cpu) == TileConfig(**row)
+    assert pointwise_triton.tile_config("gated_forward", 104, 500, cpu) == TileConfig(block=512, rows=2, warps=8)
+    assert pointwise_triton.tile_config("gated_forward", 1, 4096, cpu) == tile_heuristic(1, 4096)
+    assert pointwise_triton.tile_config("gated_forward", 8192, 4096, cpu) == tile_heuristic(8192, 4096)
 
 
 @pytest.mark.parametrize("columns", [8, 100, 576, 840, 1160, 4724, 7960, 14336])

@@ -232,6 +232,22 @@ def test_heads_of_two_tensors_are_in_programs_of_their_own_or_share_them(batch, 
             assert all(map(torch.equal, rotary_triton.forward_pair(q, k, *options, config=config), expected))
 
 
+@pytest.mark.parametrize("length", [1, 6, 15, 16])
+def test_tiles_begin_with_each_sequence_where_that_leaves_few_tokens_empty(length):
+    from nearpeak.kernels.rotary import triton as rotary_triton
+
+    positions = torch.randint(0, 20, (3, length), device=DEVICE)
+    q, k, (cos, sin) = made(3, length, 5, 8), made(3, length, 2, 8), tables(20, 4)
+    options = {"interleaved": False, "reverse": False, "heads_first": False, "rotary_dim": 8}
+    config = rotary_triton.RotaryConfig(tokens=8, heads=4, warps=1, apart=True)
+    assert rotary_triton.has_tiles_by_sequence(3, length, 8) == (length > 6)
+    assert not rotary_triton.has_tiles_by_sequence(2**16, length, 8)
+    for where in (None, positions):
+        rotated = rotary_triton.forward_pair(q, k, cos, sin, where, **options, config=config)
+        for x, result in zip((q, k), rotated, strict=True):
+            torch.testing.assert_close(result, kernels.rotary.reference(x, cos, sin, positions=where))
+
+
 def test_few_tokens_have_programs_for_each_of_two_tensors():
     from nearpeak.kernels.rotary import triton as rotary_triton
 

@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[3]
 
 cases: Any = importlib.import_module("benchmarks.kernels.cases")
 copies: Any = importlib.import_module("benchmarks.kernels.copies")
+drawn_tunables: Any = importlib.import_module("benchmarks.kernels.drawn_tunables")
+fit_rows: Any = importlib.import_module("benchmarks.kernels.fit_rows")
 jobs: Any = importlib.import_module("benchmarks.kernels.jobs")
 run: Any = importlib.import_module("benchmarks.kernels.run")
 sanitize: Any = importlib.import_module("benchmarks.kernels.sanitize")
@@ -284,7 +286,7 @@ def computed_names() -> set[str]:
         *(f"norm_forward{kind}" for kind in norms),
         *(f"norm_backward{kind}{few}" for kind in norms for few in ("", "_few")),
         *("cross_entropy", "cross_entropy_narrow"),
-        *("softmax", "softmax_backward"),
+        *("softmax", "softmax_backward", "gated_forward", "gated_backward"),
         *(f"attention_hopper_{dim}{causal}" for dim in (64, 128) for causal in both),
         *(f"attention_{kernel}{causal}" for kernel in ("forward", "keys", "queries") for causal in both),
         *(f"gemm_sm90_{kind}" for kind in kinds),
@@ -429,13 +431,57 @@ def test_kernels_over_rows_are_measured_at_random_cells():
         assert one.where.above < one.where.size == one.where.up_to
     shown = [one.label["text"] for one in wanted]
     assert shown == [one.label["text"] for one in tune.drawn_tunables([4], 60, DEVICE)], "processes agree on the order"
-    assert not [one for one in tune.drawn_tunables([4], 60, DEVICE, ["rotary"]) if one.kernel != "rotary"]
+    assert not [one for one in tune.drawn_tunables([4], 60, DEVICE, ["rotary"]) if one.kernel != "rotary_by_rows"]
+
+
+def test_spread_cells_have_sizes_of_all_kinds():
+    cells = drawn_tunables.spread_cells(4)
+    assert cells == drawn_tunables.spread_cells(4) != drawn_tunables.spread_cells(5)
+    norms = [cell.shape for cell in cells if cell.operation == "layer_norm"]
+    assert {512, 1024, 2048, 4096, 8192, 16384} <= {1 << (shape["columns"] - 1).bit_length() for shape in norms}
+    assert {rows for shape in norms for rows in (shape["rows"] <= 64, shape["rows"] > 16384)} == {False, True}
+    wanted = tune.spread_tunables([4], "cpu")
+    assert 300 <= len(wanted) <= 360
+    assert all(len(one.candidates) > 1 for one in wanted)
+
+
+def test_a_table_by_rows_is_fitted(monkeypatch):
+    def cell(rows: int, default: float, **seconds: float) -> dict[str, Any]:
+        by_name = {json.dumps({"warps": int(name[1:])}): one for name, one in seconds.items()}
+        return {"kernel": "norm_forward_by_rows", "operation": "rms_norm", "size": 1000,
+                "shape": {"rows": rows}, "seconds": {"default": default, **by_name}}  # fmt: skip
+
+    rows = [
+        cell(20, 1.0, w1=0.7, w2=0.9), cell(60, 1.0, w1=1.2, w2=0.9, w4=0.1),  # w4 was not measured everywhere
+        cell(65, 1.0, w2=0.9), cell(256, 1.0, w2=0.98),
+        cell(300, 1.0, w2=0.995),  # gains nothing that counts
+        {**cell(8, 1.0, w4=0.5), "kernel": "gated_forward", "operation": "swiglu", "size": 5000},
+    ]  # fmt: skip
+    place = {"above": 512, "up_to": 1024}
+    before = {"norm_forward_by_rows": [{"up_to": 9, "warps": 9}], "gated_forward": [{"above": 2**22, "up_to": 2**30}]}
+    table = fit_rows.merged(before, rows)
+    assert table == {
+        "norm_forward_by_rows": [{**place, "rows_above": 16, "rows_up_to": 256, "warps": 2}],
+        "gated_forward": [{"above": 4096, "up_to": 8192, "warps": 4}, {"above": 2**22, "up_to": 2**30}],
+    }
+    assert "5 cells" in fit_rows.described("norm_forward_by_rows", rows[:5])
+    monkeypatch.setattr(_runtime_tuning, "_table", lambda generation: table)
+    _runtime_tuning._tuned.cache_clear()
+    cpu = torch.device("cpu")
+    found = [_runtime_tuning.tuned_by_rows("norm_forward", 1000, rows, cpu) for rows in (1, 16, 17, 256, 257)]
+    assert found == [None, None, {"warps": 2}, {"warps": 2}, None]
+    assert _runtime_tuning.tuned_by_rows("norm_forward", 1025, 64, cpu) is None
+    assert _runtime_tuning.tuned("norm_forward", 1000, cpu) is None
+    assert _runtime_tuning.tuned("gated_forward", 8192, cpu) == {"warps": 4}
+    _runtime_tuning._tuned.cache_clear()
 
 
 def test_a_random_cell_is_measured():
     try:
         wanted = [
-            one for one in tune.drawn_tunables([4], 1, DEVICE, tiny=True) if one.kernel == "norm_forward_centered"
+            one
+            for one in tune.drawn_tunables([4], 1, DEVICE, tiny=True)
+            if one.kernel == "norm_forward_centered_by_rows"
         ]
         (row,) = tune.tuned_rows(wanted, 1, None, 1)
         assert list(tune.tuned_rows(wanted, 1, None, 1, limit_seconds=-1.0)) == []
@@ -445,7 +491,7 @@ def test_a_random_cell_is_measured():
     assert (row["operation"], row["pass"], row["text"]) == ("layer_norm", "forward", "3 x 72")
     assert len(row["seconds"]) == 2
     assert row["failed"] == []
-    assert "norm_forward_centered 3 x 72" in tune.line(row)
+    assert "norm_forward_centered_by_rows 3 x 72" in tune.line(row)
 
 
 @pytest.mark.slow

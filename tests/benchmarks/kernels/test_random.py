@@ -351,6 +351,30 @@ def test_rounds_end_where_they_agree(monkeypatch):
     assert len(list(times["loud"])) == 4
 
 
+def test_clear_comparisons_end_early(monkeypatch):
+    """Much slower ways are measured once, and all rounds are for those that are close."""
+
+    def rounds(**times: float) -> dict[str, int]:
+        calls = dict.fromkeys(times, 0)
+
+        class Sampler:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def seconds(self) -> float:
+                calls[self.name] += 1
+                return times[self.name]
+
+        monkeypatch.setattr(timing, "_sampler", lambda way, reset, may_wait: (Sampler(way), False))
+        assert timing.in_turns({name: name for name in times}, 5, compared="nearpeak") == times
+        return {name: count - 1 for name, count in calls.items()}  # the first warms up
+
+    assert rounds(nearpeak=1.0, liger=1.1, eager=3.0) == {"nearpeak": 5, "liger": 5, "eager": 1}
+    assert rounds(nearpeak=1.0, liger=1.2, eager=3.0) == {"nearpeak": 2, "liger": 2, "eager": 1}
+    assert rounds(nearpeak=1.0, eager=3.0) == {"nearpeak": 2, "eager": 1}
+    assert rounds(nearpeak=3.0, liger=1.0, eager=1.2) == {"nearpeak": 5, "liger": 5, "eager": 5}
+
+
 @pytest.mark.usefixtures("quick")
 def test_every_backend_that_takes_a_call_is_timed(monkeypatch):
     """Those of `candidates`, but what runs anyway and what a peer runs; a name that is not obeyed is left out."""

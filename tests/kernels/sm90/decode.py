@@ -31,6 +31,12 @@ def launches():
     yield f"8 bits, {few}", call(group, eight, eight)
     paged_eight = paged.to(torch.float8_e5m2)
     yield f"8 bits in pages of 16, {few}", call(group, paged_eight, paged_eight, table)
+    # programs that do not fit into one wave: twice as many at a time, with half as many keys each
+    for heads, dim in ((14, 64), (14, 128), (48, 256)):
+        short = empty(59, heads, 768, dim)
+        yield f"{heads} heads of {dim}, {few}", call(empty(59, heads, 1, dim), short, short)
+    short = empty(13, 12, 10236, 128)
+    yield f"4 heads to a head of keys, several waves, {few}", call(empty(13, 48, 1, 128), short, short)
     for kind in (torch.bfloat16, torch.float8_e4m3fn):
         latent = empty(512, 64, 1, 576, dtype=kind)
         yield f"latent, {kind}, {few}", call(empty(4, 16, 1, 576), latent, latent[..., :512], table, shared=True)

@@ -36,6 +36,7 @@ from nearpeak.kernels.decode.tuning import (
     append_config,
     choose_splits,
     decode_config,
+    faster_of,
     shared_config,
     takes_several_waves,
 )
@@ -44,6 +45,8 @@ from nearpeak.kernels.rotary import empty_result
 
 _MIN_SPLIT_KEYS = 256
 """The fewest keys of a split, in a sequence that fills the capacity."""
+_LEAST_BLOCK = 16
+"""Keys: matrix products have no smaller sides."""
 _MERGED_ELEMENTS = 2048
 """Elements of partial results that a warp loads at a time to merge them: 64 per thread."""
 
@@ -778,13 +781,21 @@ def decode_attention(
     # fp8 is converted to 16 bits and multiplied on tensor cores in fewer instructions than to 32 bits
     rest = dim - value_dim if shared else 0
     alone = rows == 1 and not (is_fp8 and narrow) and not rest
+    # of keys and values that are read
+    token_bytes, tokens = (dim + (0 if shared else value_dim)) * element_bytes, capacity
+    if window >= 0:
+        tokens = min(capacity, window + new)
     if config is None and shared:
         sequences = batch * key_heads * triton.cdiv(rows, SHARED_ROWS)
         most = capacity // _MIN_SPLIT_KEYS
         config = shared_config(dim, element_bytes, narrow, sequences, most, processors(query.device))
     elif config is None:
-        several = takes_several_waves(batch * key_heads * triton.cdiv(rows, MAX_TILE_ROWS), processors(query.device))
+        sequences, count = batch * key_heads * triton.cdiv(rows, MAX_TILE_ROWS), processors(query.device)
+        several = takes_several_waves(sequences, count)
         config = decode_config(dim, value_dim, element_bytes, alone, rows > 16, page > 0, several, query.device)
+        if several and config.splits is None and config.block >= 2 * _LEAST_BLOCK:
+            most = capacity // max(_MIN_SPLIT_KEYS, config.block)
+            config = faster_of((config, config.halved()), sequences, most, token_bytes, tokens, count)
     block, warps, tile = config.block, config.warps, 1
     pairs = as_fp8_pairs(key_cache, value_cache) if is_fp8 and narrow else None
     if not alone and not narrow:
@@ -803,7 +814,10 @@ def decode_attention(
     row_blocks = triton.cdiv(rows, tile)
     programs = batch * key_heads * row_blocks
     slots = config.programs * processors(query.device)
-    splits = config.splits or choose_splits(programs, slots, capacity // max(_MIN_SPLIT_KEYS, block))
+    splits = config.splits or choose_splits(
+        programs, slots, capacity // max(_MIN_SPLIT_KEYS, block), tokens * token_bytes,
+        config.bytes_in_flight(token_bytes),
+    )  # fmt: skip
     together = max(1, min(next_power_of_2(splits), _MERGED_ELEMENTS * warps // (kept_rows * value_block)))
     partials, statistics, counters = lse, lse, lengths  # not used without splits
     if splits > 1:

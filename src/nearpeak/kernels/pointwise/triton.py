@@ -335,7 +335,8 @@ def activation_forward(
         return result
     (x,) = as_tiles(x, flat=bias is None)
     rows, columns = x.shape
-    config = config or tile_config("activation_forward", rows, columns, x.device)
+    row = tuned("activation_forward", columns, x.device)
+    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
     block, height = config.block, config.rows
     grid, column_blocks = tile_grid(rows, columns, height, block)
     launch(
@@ -355,7 +356,8 @@ def activation_backward(
         return result
     gradient, x = as_tiles(gradient, x, flat=bias is None)
     rows, columns = x.shape
-    config = config or tile_config("activation_backward", rows, columns, x.device)
+    row = tuned("activation_backward", columns, x.device)
+    config = config or from_row(row, TileConfig) or tile_heuristic(rows, columns)
     block, height = config.block, config.rows
     column_blocks = triton.cdiv(columns, block)
     launch(

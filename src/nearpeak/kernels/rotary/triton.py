@@ -272,9 +272,7 @@ def has_tiles_by_sequence(batch: int, length: int, tokens: int) -> bool:
     return batch <= _MOST_Y and triton.cdiv(length, tokens) * tokens <= _EMPTY_SHARE * length
 
 
-def _rotary_grid(
-    token_blocks: int, head_blocks: int, sequences: int
-) -> tuple[tuple[int, int, int], int | None]:
+def _rotary_grid(token_blocks: int, head_blocks: int, sequences: int) -> tuple[tuple[int, int, int], int | None]:
     """The programs, and the number of blocks of heads, or None if those have a dimension of their own.
 
     Blocks of heads of the same tokens come after one another: tokens are read in the order of their memory.
