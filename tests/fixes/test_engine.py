@@ -21,7 +21,7 @@ from nearpeak.errors import UsageError
 from nearpeak.fixes import engine, record
 from nearpeak.fixes.arguments import ArgumentState
 from nearpeak.fixes.engine import refuse_patched, time_in_turns
-from nearpeak.fixes.registry import Site, forget_fix, observe
+from nearpeak.fixes.registry import OPTIMIZER, Site, forget_fix, observe
 from nearpeak.fixes.registry import fix as register
 from tests.fixes.models import Model, make_batch, make_model, registered, speed
 
@@ -67,6 +67,20 @@ def test_a_right_and_faster_fix_is_kept_and_undone(faster):
     assert torch.equal(model(*batch), expected)
 
 
+def test_sites_are_proven_as_modules_where_a_wrong_eps_shows(faster):
+    def other_eps(self, x):  # which the batch does not show: its rows are large
+        return functional.rms_norm(x, x.shape[-1:], self.weight, 10 * self.eps)
+
+    model, batch = make_model(), make_batch()
+    with torch.no_grad():
+        model.embedding.weight.mul_(100)
+    for forward, status in ((torch_norm, "kept"), (other_eps, "rolled back")):
+        with registered("norm", forward) as id, nearpeak.fixed(model, *batch, only=[id]) as fixed:
+            (result,) = fixed.report.fixes
+        assert result.status == status
+        assert any("inputs times 0.001" in error.what for error in result.errors)
+
+
 def test_a_wrong_fix_is_rolled_back(faster):
     model = make_model()
     before = state_of(model)
@@ -104,6 +118,56 @@ def test_a_large_batch_is_proven_on_a_part_and_compared_in_full(faster):
     references = {error.what.partition(", ")[2]: error.reference for error in report.errors}
     assert references["the batch"] == "float64"
     assert references["all of the batch"] == "original"
+
+
+def test_all_of_a_large_batch_is_judged_by_the_rounding_of_the_original(faster):
+    """Which repeats itself bitwise: its errors are known from the part that has a wide reference."""
+    model, batch = make_model().bfloat16(), make_batch(rows=3, length=150)
+    labels = torch.randint(50, (3, 150))
+
+    def in_other_order(self, x):
+        return (x.float() * self.weight.float() / (x.float().square().mean(-1, True) + self.eps).sqrt()).to(x.dtype)
+
+    def only_up_to_128_positions(self, x):
+        return in_other_order(self, x) * (torch.arange(x.shape[1])[:, None] < 128)
+
+    def fix_of(forward):
+        with registered("norm", forward) as id, nearpeak.fixed(model, *batch, only=[id], loss=loss) as fixed:
+            return fixed.report.fixes[0]
+
+    def loss(logits):
+        return functional.cross_entropy(logits.float().transpose(1, 2), labels)
+
+    assert (fix_of(in_other_order).status, fix_of(in_other_order).why) == ("kept", "")
+    assert "all of the batch" in fix_of(only_up_to_128_positions).why
+
+
+def test_an_optimizer_is_proven_on_one_parameter_of_each_size(faster):
+    """A wide copy of all would not fit beside a large model; and what is no optimizer is none of its business."""
+
+    class Counting(torch.optim.SGD):
+        counts: ClassVar[set[int]] = set()
+
+        def step(self, closure=None):
+            self.counts.add(sum(len(group["params"]) for group in self.param_groups))
+            return super().step(closure)
+
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)), nn.Linear(8, 4, bias=False))
+    optimizer = Counting(model.parameters(), 0.1, momentum=0.9, foreach=False)
+    owned = optimizer.param_groups[0]["params"]
+
+    def changes(path):
+        return Site(what="a setting", path=path, change=lambda edits: edits.set_item(optimizer.defaults, "x", 1))
+
+    for path, proven in (("a configuration", False), (OPTIMIZER, True)):
+        register("planted", "a fix of a test")(lambda run, path=path: [changes(path)])
+        try:
+            report = nearpeak.fix(model, torch.randn(3, 8), optimizer=optimizer, only=["planted"]).report
+        finally:
+            forget_fix("planted")
+        assert any("optimizer" in error.what for error in report.fixes[0].errors) == proven
+    assert Counting.counts == {2, 6}
+    assert optimizer.param_groups[0]["params"] is owned and len(owned) == 6 and not optimizer.state
 
 
 class Cache:

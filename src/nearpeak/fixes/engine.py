@@ -18,6 +18,7 @@ import math
 import platform
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -534,7 +535,12 @@ class _Engine:
             if site.call is not None and site.call.path:
                 kinds.setdefault((site.what, site.computes), place)
         inputs: dict[int, Inputs] = {}
+        if not kinds:
+            return inputs
         with edits.suspended(), ExitStack() as stack:
+            stack.enter_context(preserve_random_state())
+            stack.enter_context(preserve_module_state(self.model))
+            # Hooks come after it: what hooks that it finds have filled is emptied again.
             for place in kinds.values():
                 call = changed[place].call
                 assert call is not None
@@ -546,11 +552,8 @@ class _Engine:
 
                 handle = call.module.register_forward_pre_hook(keep, with_kwargs=True)
                 stack.callback(handle.remove)
-            if kinds:
-                stack.enter_context(preserve_random_state())
-                stack.enter_context(preserve_module_state(self.model))
-                with self.state.restoring(), torch.set_grad_enabled(self.trains):
-                    self.model(*self.args, **self.kwargs)
+            with self.state.restoring(), torch.set_grad_enabled(self.trains):
+                self.model(*self.args, **self.kwargs)
         return inputs
 
     def _check(self, tried: Fix, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits) -> list[Errors]:
@@ -570,7 +573,7 @@ class _Engine:
             errors += _check_module(original, changed_copy, part, self.trains)
             if problem(errors):
                 return errors
-        if any(site.call is None for site in changed) and self.optimizer is not None:
+        if any(site.path == OPTIMIZER for site in changed) and self.optimizer is not None:
             errors += _check_optimizer(self.optimizer, edits)
         if self.reference is not None:
             errors += self.reference.check(self.model, self.proof, self._omits(tried))
@@ -1026,40 +1029,30 @@ def _check_module(original: nn.Module, changed: nn.Module, inputs: Inputs, train
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, edits: Edits) -> list[Errors]:
-    """The updates of some steps with drawn gradients, against those of the original in float64."""
-    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    """The updates of some steps with drawn gradients, against those of the original in float64.
+
+    Of one parameter of each size in each group: float64 copies of all would not fit beside a large model.
+    """
+    chosen = [_one_of_each_size(group["params"]) for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(0)
-    drawn = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) * 1e-2 for each in parameters]
+    start = [each.detach().clone() for group in chosen for each in group]
+    drawn = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) * 1e-2 for each in start]
 
-    def updated(used: torch.optim.Optimizer, owned: Sequence[Tensor]) -> list[Tensor]:
-        for _ in range(OPTIMIZER_STEPS):
-            for parameter, gradient in zip(owned, drawn, strict=True):
-                parameter.grad = gradient.to(parameter.dtype, copy=True)
-            used.step()
-        return [parameter.detach().double().clone() for parameter in owned]
+    def moved(wide: bool) -> Tensor:
+        with _with_copies(optimizer, chosen, wide=wide) as copies, preserve_optimizer(optimizer):
+            for _ in range(OPTIMIZER_STEPS):
+                for parameter, gradient in zip(copies, drawn, strict=True):
+                    parameter.grad = gradient.to(parameter.dtype, copy=True)
+                optimizer.step()
+            return torch.cat([(now.detach().double() - was).flatten() for now, was in zip(copies, start, strict=True)])
 
-    start = [parameter.detach().double().clone() for parameter in parameters]
-    with preserve_random_state(), _preserve_gradients(parameters):
+    with preserve_random_state():
         with edits.suspended():
-            wide = copy.deepcopy(optimizer)
-            wide_parameters = [each for group in wide.param_groups for each in group["params"]]
-            for parameter in wide_parameters:
-                parameter.data = parameter.data.double()
-                for name, value in wide.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor) and value.is_floating_point() and value.dim():
-                        wide.state[parameter][name] = value.double()
-            reference = updated(wide, wide_parameters)
-            with preserve_optimizer(optimizer):
-                original = updated(optimizer, parameters)
-        with preserve_optimizer(optimizer):
-            changed = updated(optimizer, parameters)
-    unit = max(torch.finfo(each.dtype).eps for each in parameters)
-    moved = [
-        torch.cat([(a - b).flatten() for a, b in zip(after, start, strict=True)])
-        for after in (reference, original, changed)
-    ]
-    own, error = relative_error(moved[1], moved[0]), relative_error(moved[2], moved[0])
-    size = torch.cat([each.flatten() for each in start]).norm().item() / max(moved[0].norm().item(), 1e-30)
+            reference, original = moved(wide=True), moved(wide=False)
+        changed = moved(wide=False)
+    unit = max(torch.finfo(each.dtype).eps for each in start)
+    own, error = relative_error(original, reference), relative_error(changed, reference)
+    size = sum(float(each.double().norm()) ** 2 for each in start) ** 0.5 / max(float(reference.norm()), 1e-30)
     return [
         Errors(
             what=f"parameters after {OPTIMIZER_STEPS} steps of the optimizer",
@@ -1069,6 +1062,47 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, edits: Edits) -> list[Err
             reference="float64",
         )
     ]
+
+
+def _one_of_each_size(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The first parameter of each shape, dtype and device."""
+    return list({(each.shape, each.dtype, each.device): each for each in reversed(parameters)}.values())[::-1]
+
+
+@contextmanager
+def _with_copies(
+    optimizer: torch.optim.Optimizer, chosen: Sequence[Sequence[Tensor]], *, wide: bool
+) -> Iterator[list[Tensor]]:
+    """Inside, the groups of an optimizer have copies of these parameters alone, with copies of their states.
+
+    `wide` makes them float64.
+    """
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().double() if wide else tensor.detach().clone()
+
+    def copied_state(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        return copied(value) if value.is_floating_point() and value.dim() else value.detach().clone()
+
+    before, owned = optimizer.state, [group["params"] for group in optimizer.param_groups]
+    copies = [[copied(each).requires_grad_() for each in group] for group in chosen]
+    state: defaultdict[Tensor, Any] = defaultdict(dict)
+    for parameters, group in zip(chosen, copies, strict=True):
+        for parameter, new in zip(parameters, group, strict=True):
+            if parameter in before:
+                state[new] = {name: copied_state(value) for name, value in before[parameter].items()}
+    try:
+        optimizer.state = state
+        for group, new_parameters in zip(optimizer.param_groups, copies, strict=True):
+            group["params"] = new_parameters
+        yield [each for group in copies for each in group]
+    finally:
+        with defer_signals():
+            optimizer.state = before
+            for group, parameters in zip(optimizer.param_groups, owned, strict=True):
+                group["params"] = parameters
 
 
 def _estimate(

@@ -234,7 +234,7 @@ class Reference:
         """Whether results depend on the seed, as with dropout in training mode."""
         self._wide: dict[torch.dtype, nn.Module] = {}
         self._own: dict[str, float] = {}
-        """The largest errors of the original so far, of outputs and of gradients."""
+        """The largest error of the original against a wide reference so far, by output and gradient."""
         self._no_room: dict[torch.dtype, int] = {}
         """Inputs of so many elements had no room in a wider precision."""
         self._batch: tuple[Inputs, Results, Width, Results] | None = None
@@ -284,30 +284,63 @@ class Reference:
             if scalar is self._scalar and self._batch is None and original.nbytes + wide.nbytes < MOST_KEPT_BYTES:
                 self._batch = (inputs, original, width, wide)
         fixed = run(changed, inputs, scalar=scalar)
-        narrowest = max(
-            (torch.finfo(x.dtype).eps for x in self._original.parameters() if x.is_floating_point()), default=0.0
-        )
-        return list(_compare(inputs.name, width, wide, original, fixed, self.noise, narrowest, omits))
+        return list(self._compare(inputs.name, width, wide, original, fixed, omits))
 
     def check_all(self, changed: nn.Module, inputs: Inputs, omits: Collection[str] = ()) -> list[Errors]:
         """The errors against the original itself, on inputs that are too large for a wide reference.
 
-        Both round, so that they may differ by `SMALL_FACTOR` times the largest error of the original so far.
+        Both round, and the original, which repeats itself bitwise, does not show by how much: each output and gradient
+        may differ by `SMALL_FACTOR` times the largest error that the original has had in it so far.
         """
         if self.is_random:
             inputs = replace(inputs, training=False)
         original = run(self._original, inputs, scalar=self._scalar)
         fixed = run(changed, inputs, scalar=self._scalar)
-        name = f"all of {inputs.name}"
-        errors = _compare(name, "original", original, original, fixed, self.noise, self._narrowest(), omits)
-        limits = {kind: SMALL_FACTOR * own for kind, own in self._own.items()}
-        return [
-            replace(
-                each,
-                allowed=max(each.allowed, limits.get("output" if each.what.startswith("output") else "gradient", 0.0)),
-            )
-            for each in errors
+        return list(self._compare(f"all of {inputs.name}", "original", original, original, fixed, omits))
+
+    def _compare(
+        self, name: str, width: Width, wide: Results, original: Results, fixed: Results, omits: Collection[str]
+    ) -> Iterator[Errors]:
+        """The worst of the outputs and the worst of the gradients."""
+        missing = [
+            key for key in original.outputs if key not in fixed.outputs and not any(omitted in key for omitted in omits)
         ]
+        if missing or any(key not in original.outputs for key in fixed.outputs):
+            yield Errors(what=f"outputs there are, {name}", original=0.0, fixed=1e30, allowed=0.0, reference=width)
+            return
+        outputs = {f"output{key if len(original.outputs) > 1 else ''}": (wide.outputs[key], value, fixed.outputs[key])
+                   for key, value in original.outputs.items() if key in fixed.outputs}  # fmt: skip
+        gradients = {}
+        for key in dict.fromkeys([*original.gradients, *fixed.gradients]):  # a detached output has none
+            three = [results.gradients.get(key) for results in (wide, original, fixed)]
+            shape = next((each for each in three if each is not None), None)
+            if shape is not None:
+                filled = [torch.zeros_like(shape) if each is None else each for each in three]
+                gradients[f"gradient of {key}"] = (filled[0], filled[1], filled[2])
+        for group, factor in ((outputs, OUTPUT_FACTOR), (gradients, GRADIENT_FACTOR)):
+            if not group:
+                continue
+            owns = {
+                key: self._own_error(key, width, before, reference) for key, (reference, before, _) in group.items()
+            }
+            large = [owns[key] for key, (reference, _, _) in group.items() if reference.numel() >= FEW_ELEMENTS]
+            # Of few elements the original may by chance be much nearer to the reference than its precision.
+            typical = median(large) if large else self._narrowest()
+            if width == "original":
+                factor = SMALL_FACTOR
+            judged = [
+                _judge(f"{key}, {name}", width, *three, owns[key], factor, typical, self.noise)
+                for key, three in group.items()
+            ]
+            yield max(judged, key=lambda each: each.fixed / max(each.allowed, 1e-300))
+
+    def _own_error(self, key: str, width: Width, before: Tensor, reference: Tensor) -> float:
+        """The error of the original in one output or gradient: against a wide reference, or the largest it had."""
+        if width == "original":
+            return self._own.get(key, 0.0)
+        error = relative_error(before, reference)
+        self._own[key] = max(error, self._own.get(key, 0.0))
+        return error
 
     def _narrowest(self) -> float:
         dtypes = {each.dtype for each in self._original.parameters() if each.is_floating_point()}
@@ -353,10 +386,6 @@ class Reference:
         ]
 
 
-def _kind(errors: Errors) -> str:
-    return "output" if errors.what.startswith("output") else "gradient"
-
-
 def _joined(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([torch.zeros(0), *(tensor.float().flatten().cpu() for tensor in tensors)])
 
@@ -387,45 +416,6 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
     if error != error:  # a NaN where the reference has none
         return 1e30
     return min(error / size, 1e30) if size > 0.0 else (0.0 if error == 0.0 else 1e30)
-
-
-def _compare(
-    name: str,
-    width: Width,
-    wide: Results,
-    original: Results,
-    fixed: Results,
-    noise: float,
-    narrowest: float,
-    omits: Collection[str],
-) -> Iterator[Errors]:
-    """The worst of the outputs and the worst of the gradients."""
-    missing = [
-        key for key in original.outputs if key not in fixed.outputs and not any(omitted in key for omitted in omits)
-    ]
-    if missing or any(key not in original.outputs for key in fixed.outputs):
-        yield Errors(what=f"outputs there are, {name}", original=0.0, fixed=1e30, allowed=0.0, reference=width)
-        return
-    outputs = {f"output{key if len(original.outputs) > 1 else ''}": (wide.outputs[key], value, fixed.outputs[key])
-               for key, value in original.outputs.items() if key in fixed.outputs}  # fmt: skip
-    gradients = {}
-    for key in dict.fromkeys([*original.gradients, *fixed.gradients]):  # a detached output has none
-        three = [results.gradients.get(key) for results in (wide, original, fixed)]
-        shape = next((each for each in three if each is not None), None)
-        if shape is not None:
-            filled = [torch.zeros_like(shape) if each is None else each for each in three]
-            gradients[f"gradient of {key}"] = (filled[0], filled[1], filled[2])
-    for group, factor in ((outputs, OUTPUT_FACTOR), (gradients, GRADIENT_FACTOR)):
-        if not group:
-            continue
-        owns = {key: relative_error(before, reference) for key, (reference, before, _) in group.items()}
-        large = [owns[key] for key, (reference, _, _) in group.items() if reference.numel() >= FEW_ELEMENTS]
-        # Of few elements the original may by chance be much nearer to the reference than its precision.
-        typical = median(large) if large else narrowest
-        judged = [
-            _judge(f"{key}, {name}", width, *three, owns[key], factor, typical, noise) for key, three in group.items()
-        ]
-        yield max(judged, key=lambda each: each.fixed / max(each.allowed, 1e-300))
 
 
 def _judge(
