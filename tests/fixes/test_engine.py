@@ -142,6 +142,34 @@ def test_all_of_a_large_batch_is_judged_by_the_rounding_of_the_original(faster):
     assert "all of the batch" in fix_of(only_up_to_128_positions).why
 
 
+def test_compiled_code_sees_the_whole_batch_alone(faster):
+    """A compiler that has seen a part of it as well compiles for all sizes from then on."""
+    rows = []
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).relu()
+
+    def backend(graph, inputs):
+        rows.append(inputs[-1].shape[0])
+        return graph.forward
+
+    model = Layer(8, 8)
+
+    def compiled(run):
+        change = torch.compile(model._call_impl, backend=backend)
+        yield Site(call=run.calls[0], what="all", change=lambda edits: edits.set(model, "_compiled_call_impl", change))
+
+    register("planted", "compiled code", compiles=True)(compiled)
+    try:
+        report = nearpeak.fix(model, torch.randn(300, 8), only=["planted"]).report
+    finally:
+        forget_fix("planted")
+    assert report.fixes[0].status == "kept"
+    assert "all of the batch" in report.fixes[0].errors[-1].what
+    assert rows == [300]
+
+
 def test_an_optimizer_is_proven_on_one_parameter_of_each_size(faster):
     """A wide copy of all would not fit beside a large model; and what is no optimizer is none of its business."""
 

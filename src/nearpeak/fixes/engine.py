@@ -72,7 +72,7 @@ NEAR_BOUND = 0.95
 LOOKS = (7, 10, 16, 24, 32, 48)
 """Numbers of pairs after which the interval is looked at: at each look it may end."""
 MAX_SECONDS = 8.0
-"""Of all comparisons in the same turns, beyond the first look."""
+"""Of all steps in the same turns, beyond the first look: another look is not begun if it would take longer."""
 BLOCK_SECONDS = 0.05
 LESS_MEMORY = 0.95
 """A fix that is not faster is kept if it is not slower and the peak memory is at most this share."""
@@ -363,7 +363,8 @@ class _Engine:
         self.reference = Reference(self.original, scalar=self.loss)
         try:
             try:
-                self.reference.probe(reduced(self._batch()))
+                with torch.compiler.set_stance("force_eager"):
+                    self.reference.probe(reduced(self._batch()))
                 self.proof = reduced(self._batch())
             except NearpeakError:
                 raise
@@ -378,6 +379,11 @@ class _Engine:
 
     def _batch(self) -> Inputs:
         return Inputs(name="the batch", args=self.args, kwargs=self.kwargs, grad=self.trains)
+
+    @property
+    def is_proof_a_part(self) -> bool:
+        """Whether less than the batch is compared with a wide reference."""
+        return self.proof.args is not self.args or self.proof.kwargs is not self.kwargs
 
     def _step(self) -> _Step:
         return _Step(self.model, self.args, self.kwargs, self.state, self.loss, self.optimizer, self.trains)
@@ -576,12 +582,23 @@ class _Engine:
         if any(site.path == OPTIMIZER for site in changed) and self.optimizer is not None:
             errors += _check_optimizer(self.optimizer, edits)
         if self.reference is not None:
-            errors += self.reference.check(self.model, self.proof, self._omits(tried))
+            errors += self._check_batch(self.reference, self._omits(tried), in_full=tried.compiles)
             errors += self._check_series(tried)
         for site in changed:
             if site.loop is not None and not problem(errors):
                 errors.append(self._check_loop(site.loop, edits))
         return errors
+
+    def _check_batch(self, reference: Reference, omits: tuple[str, ...], *, in_full: bool) -> list[Errors]:
+        """On the part of the batch that has a wide reference, and on all of it.
+
+        Compiled code runs on the batch alone: a compiler that has seen a part of it compiles for all sizes from then on.
+        """
+        if not self.is_proof_a_part:
+            return reference.check(self.model, self.proof, omits)
+        with torch.compiler.set_stance("force_eager"):
+            errors = reference.check(self.model, self.proof, omits)
+        return [*errors, *(reference.check_all(self.model, self._batch(), omits) if in_full else [])]
 
     def _check_series(self, *tried: Fix) -> list[Errors]:
         """On calls in a row, for changes that do something only then."""
@@ -607,10 +624,14 @@ class _Engine:
         are at their bound already."""
         if self.machine is None:
             return None, False
-        if not captured:
+        if not captured or any(site.in_step for site in changed):
+            if all(site.path == OPTIMIZER for site in changed):
+                estimate: Callable[..., Estimate | None] = self._estimate_update
+            else:
+                estimate = self._estimate_step
             with edits.suspended():
-                was = self._estimate_step()
-            now = self._estimate_step(tried)
+                was = estimate()
+            now = estimate(tried)
             saving = None if was is None or now is None else (was.expected_s or 0.0) - (now.expected_s or 0.0)
             return saving or None, False  # a change that no op shows, as compilation, is not predicted
         total, bounds = 0.0, []
@@ -638,6 +659,11 @@ class _Engine:
             with preserve_module_state(self.model):
                 self.step_estimates[key] = _estimate(self._step().run, (), {}, None, self.machine)
         return self.step_estimates[key]
+
+    def _estimate_update(self, *_tried: Fix) -> Estimate | None:
+        """The estimate of the optimizer's step as it is."""
+        assert self.machine is not None
+        return _estimate(self._step().update, (), {}, None, self.machine)
 
     def _measure(self) -> Speed:
         """Measures the fixes in force that have not been, and all of them against the original, in the same turns."""
@@ -687,10 +713,8 @@ class _Engine:
                 self.say("verifying the whole model")
                 autocast = all(each.dtype == torch.float32 for each in self.model.parameters())
                 omits = self._omits()
-                errors += self.reference.check(self.model, self.proof, omits)
+                errors += self._check_batch(self.reference, omits, in_full=True)
                 errors += self._check_series()
-                if self.proof.args is not self.args or self.proof.kwargs is not self.kwargs:
-                    errors += self.reference.check_all(self.model, self._batch(), omits)
                 with torch.compiler.set_stance("force_eager"):  # else each size and mode would be compiled anew
                     drawn = variants(self.proof.args, self.proof.kwargs, trains=self.trains, autocast=autocast)
                     for inputs in itertools.islice(drawn, 1, None):
@@ -806,7 +830,7 @@ def time_in_turns(
 
     first_s: dict[int, float] = {}
     memory: dict[int, float | None] = {}
-    warm: list[float] = []
+    warm: dict[int, float] = {}
     for number in sorted({number for pair in pairs for number in pair}):
         try:
             first_s[number] = block(number, 1)
@@ -815,24 +839,27 @@ def time_in_turns(
             if number == 0:
                 raise
             raise _WayFailed(number, error) from error
-        warm.append(taken_s)
-    calls = max(1, math.ceil(BLOCK_SECONDS / max(min(warm), 1e-9)))
+        warm[number] = taken_s
+    calls = max(1, math.ceil(BLOCK_SECONDS / max(min(warm.values()), 1e-9)))
     chance = random.Random(seed)
     rounds: list[dict[int, float]] = []
     results: dict[tuple[int, int], Speed] = {}
     undecided = list(pairs)
-    beyond: float | None = None
+    spent_s = 0.0
     with quiet_collector():
         for look in LOOKS:
             active = sorted({number for pair in undecided for number in pair})
+            if rounds:  # the first look is taken, however long it is
+                spent_s += (look - len(rounds)) * calls * sum(warm[number] for number in active)
+                if spent_s > MAX_SECONDS:
+                    break
             while len(rounds) < look:
                 order = chance.sample(active, len(active))
                 rounds.append({number: block(number, calls) for number in order})
             for pair in undecided:
                 results[pair] = _speed_of(pair, rounds, memory, first_s)
             undecided = [pair for pair in undecided if results[pair].verdict == "INCONCLUSIVE"]
-            beyond = time.perf_counter() if beyond is None else beyond
-            if not undecided or time.perf_counter() - beyond > MAX_SECONDS:
+            if not undecided:
                 break
     return results
 
@@ -927,12 +954,18 @@ class _Step:
             if self._cotangents is None or len(self._cotangents) != len(results):
                 self._cotangents = [torch.randn_like(each) for each in results]
             gradients = torch.autograd.grad(results, self._parameters, self._cotangents, allow_unused=True)
-        if self._optimizer is not None:
-            for parameter, gradient in zip(self._parameters, gradients, strict=True):
-                parameter.grad = gradient
-            self._optimizer.step()
-            for parameter in self._parameters:
-                parameter.grad = None
+        self.update(gradients)
+
+    def update(self, gradients: Sequence[Tensor | None] | None = None) -> None:
+        """The optimizer's part of it; with gradients that are nowhere written, for an estimate."""
+        if self._optimizer is None:
+            return
+        gradients = [torch.empty_like(each) for each in self._parameters] if gradients is None else gradients
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
+            parameter.grad = gradient
+        self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class Site:
     loop: Callable[[Any], Tensor] | None = None
     """Runs a model as the change is meant for, where one call does not show it: many tokens one after the other. What
     it returns must be the same in float32, and the loop is what is timed."""
+    in_step: bool = False
+    """Whether what the change saves is elsewhere in the step, and is predicted there."""
     signature: str = ""
     """What is computed, exactly: a certificate applies to a site with the same signature alone. "" for the ops of the
     module."""
@@ -98,6 +100,8 @@ class Fix:
     """Names of outputs of the model that it leaves out, such as "logits"."""
     series: int = 1
     """Calls in a row that are compared, of a change that does what it does after some calls."""
+    compiles: bool = False
+    """Whether code is compiled for the sizes of the batch: it is compared on that, in full."""
 
 
 _FIXES: dict[str, Fix] = {}
@@ -112,6 +116,7 @@ def fix(
     order: int = 0,
     omits: tuple[str, ...] = (),
     series: int = 1,
+    compiles: bool = False,
 ) -> Callable[[SitesFunction], SitesFunction]:
     """Registers a function that yields the sites of a fix."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", id):
@@ -128,6 +133,7 @@ def fix(
             order=order,
             omits=omits,
             series=series,
+            compiles=compiles,
         )
         return sites
 
@@ -372,11 +378,14 @@ class _Observer(TorchDispatchMode):
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """Nothing of what the observer does is recorded."""
+        """Nothing of what the observer does is recorded, nor seen: fake tensors are thousands of calls in Python."""
         stack, self._stack = self._stack, []
+        profile = sys.getprofile()
+        sys.setprofile(None)
         try:
             yield
         finally:
+            sys.setprofile(profile)
             self._stack = stack
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -392,7 +392,7 @@ def linear_cross_entropies(run: ModelRun) -> Iterator[Site]:
         tokens = call.output.numel() // call.output.shape[-1]
         x, target = torch.empty(1, 2, device=run.device), torch.zeros(1, dtype=torch.int64, device=run.device)
         yield Site(
-            call=call, what=f"cross-entropy of {tokens} tokens and {call.output.shape[-1]} classes",
+            call=call, what=f"cross-entropy of {tokens} tokens and {call.output.shape[-1]} classes", in_step=True,
             skip=kernels.supports(kernels.linear_cross_entropy, x, x, target).reason,
             change=partial(_replace, call.module, weight, bias),
         )  # fmt: skip

@@ -119,7 +119,7 @@ def _lay_out(run: ModelRun, convolutions: list[nn.Module], layout: torch.memory_
                 state[name] = value.contiguous(memory_format=layout)
 
 
-@fix("torch-compile", "the model compiled by torch.compile", order=90)
+@fix("torch-compile", "the model compiled by torch.compile", order=90, compiles=True)
 def torch_compile(run: ModelRun) -> Iterator[Site]:
     """Compiles the whole model: tried last, on what the other fixes have left."""
     if any(vars(module).get("_compiled_call_impl") is not None for module in run.model.modules()):
