@@ -172,6 +172,31 @@ class UNet(nn.Module):
         return self.out(torch.cat((self.up(b), a), 1)).float().square().mean()
 
 
+class ResidualNet(nn.Module):
+    """A classifier of images in the form of a ResNet."""
+
+    class Block(nn.Module):
+        def __init__(self, channels: int, stride: int) -> None:
+            super().__init__()
+            c = channels * stride
+            self.a, self.b = nn.Conv2d(channels, c, 3, stride, 1, bias=False), nn.Conv2d(c, c, 3, 1, 1, bias=False)
+            self.n1, self.n2 = nn.BatchNorm2d(c), nn.BatchNorm2d(c)
+            self.short = nn.Conv2d(channels, c, 1, stride, bias=False) if stride > 1 else nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.relu(self.n2(self.b(functional.relu(self.n1(self.a(x))))) + self.short(x))
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        c = channels
+        self.stem, self.head = nn.Conv2d(3, c, 3, 2, 1), nn.Linear(4 * c, classes)
+        self.blocks = nn.Sequential(self.Block(c, 1), self.Block(c, 2), self.Block(2 * c, 1), self.Block(2 * c, 2))
+
+    def forward(self, image: Tensor, labels: Tensor) -> Tensor:
+        x = self.blocks(self.stem(image)).mean((2, 3))
+        return functional.cross_entropy(self.head(x), labels)
+
+
 class Recurrent(nn.Module):
     """An LSTM with a classifier of tokens."""
 
@@ -185,11 +210,12 @@ class Recurrent(nn.Module):
         return functional.cross_entropy(self.head(y).flatten(0, 1), labels.flatten())
 
 
-def models(small: bool) -> dict[str, Callable[[], tuple[nn.Module, Batch]]]:
+def models(small: bool, layers: int | None = None) -> dict[str, Callable[[], tuple[nn.Module, Batch]]]:
     """By name: makes the model and its batch, on the CPU in float32."""
     import transformers
 
-    width, layers, rows, tokens, classes, dim = (32, 2, 2, 12, 96, 8) if small else (1024, 4, 4, 1024, 32000, 64)
+    width, depth, rows, tokens, classes, dim = (32, 2, 2, 12, 96, 8) if small else (1024, 4, 4, 1024, 32000, 64)
+    layers = layers or depth
     heads = width // dim
     images = torch.randn(rows, 3, 32 if small else 224, 32 if small else 224)
     ids = torch.randint(3, classes, (rows, tokens))
@@ -287,6 +313,10 @@ def models(small: bool) -> dict[str, Callable[[], tuple[nn.Module, Batch]]]:
         "nano_gpt": lambda: (NanoGPT(width, heads, tokens, layers, classes), text),
         "hand_llama": lambda: (HandLlama(width, heads, layers, classes), text),
         "unet": lambda: (UNet(8 if small else 64), {"image": images}),
+        "resnet": lambda: (
+            ResidualNet(8 if small else 64, 100),
+            {"image": images, "labels": torch.randint(100, (rows,))},
+        ),
         "lstm": lambda: (Recurrent(width, classes), text),
     }
 
