@@ -41,6 +41,8 @@ from nearpeak.kernels.optimizer import triton as optimizer_triton
 DTYPE = torch.bfloat16
 SHORT = (5, 101)
 """Rows that are held in registers. No row here begins at a multiple of 16 bytes, but for some of losses."""
+MANY = (269, 101)
+"""More rows than have a program each in the backward pass of a norm."""
 LONG, LONG_SOFTMAX = (3, 33_001), (3, 70_001)
 """Rows that are read block by block."""
 SPLIT = (2, 140_001)
@@ -77,7 +79,7 @@ class Calls:
             yield f"log_softmax {shape}", self.both(kernels.log_softmax, shape, scale=0.5)
         yield "softmax, causal", self.both(kernels.softmax, (3, 17, 17), causal=True)
         yield "softmax, mask", self.masked
-        for shape in (SHORT, LONG):
+        for shape in (SHORT, MANY, LONG):
             weight = shape[-1:]
             yield f"rms_norm {shape}", self.both(kernels.rms_norm, shape, weight)
             yield f"layer_norm {shape}", self.both(kernels.layer_norm, shape, weight, weight)

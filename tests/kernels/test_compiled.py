@@ -22,6 +22,10 @@ NARROW = "narrow"
 """In the name of a launch whose tensors are such that nothing is loaded by 128 bits."""
 SMALL = "small result"
 """In the name of a launch whose threads have less than 128 bits of the result each."""
+AFTER = "after a product"
+"""In the name of a launch that reads what a kernel before it writes."""
+AFTER_OTHERS = {"add_partials", "sum_rows_kernel"}
+"""Kernels that always do."""
 BY_ROW = {"attention_delta_kernel", "linear_attention_means_kernel", "head_maxima_kernel"}
 """Kernels that write a number or two of each row or head, which no thread has several of."""
 COPIED = {
@@ -87,4 +91,7 @@ def check(launches):
         if launch["kernel"] in PRODUCTS:
             assert launch["wgmma"], launch
             assert not launch["serialized"], launch
+        # as kernels do that are launched while the one before them runs
+        assert launch["waits"] == (launch["kernel"] in AFTER_OTHERS or AFTER in launch["name"]), launch
+        assert not launch["reads_before_waiting"], launch
         assert launch["shared_bytes"] <= MAX_SHARED_BYTES, launch

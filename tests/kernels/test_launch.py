@@ -116,3 +116,31 @@ def test_a_version_of_triton_that_is_not_known_starts_its_kernels_itself(monkeyp
     log = []
     launching.Specialization(Recorder(log, "by Triton")).start((1, 1, 1), 0, ())
     assert log == ["by Triton"]
+
+
+def test_a_kernel_that_waits_for_the_one_before_is_launched_early(monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    seen = []
+
+    class Kernel(Recorder):
+        def __getitem__(self, grid):
+            return lambda *args, **settings: seen.append(settings) or Recorder([])
+
+    kernel = Kernel([], constants=(False,))
+    for early in (False, True, True):
+        launching.launch(kernel, (1, 1, 1), torch.empty(1), early=early)
+    assert [settings.get("launch_pdl", False) for settings in seen] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("capability", "able"), [((9, 0), True), ((10, 0), True), ((8, 0), False), (None, False)], ids=str
+)
+def test_kernels_start_early_from_hopper_on(capability, able, monkeypatch):
+    monkeypatch.setattr(launching, "INTERPRETED", False)
+    monkeypatch.setattr(launching, "cuda_capability", lambda index: capability)
+    assert launching.can_start_early(torch.device("cuda", 0)) == (able and launching.gdc_wait is not None)
+    assert not launching.can_start_early(torch.device("cpu"))
+    monkeypatch.setattr(launching, "INTERPRETED", True)
+    assert not launching.can_start_early(torch.device("cuda", 0))

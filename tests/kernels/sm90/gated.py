@@ -17,6 +17,10 @@ def launches():
             f"{name}, gradient",
             lambda interleaved=interleaved: pointwise_triton.gated_packed_backward(gate, packed, "gelu", interleaved),
         )
+    yield (
+        "swiglu, packed, after a product",
+        lambda: pointwise_triton.gated_packed_forward(packed, "silu", False, early=True),
+    )
     odd = torch.empty(256, 2000, dtype=torch.bfloat16)
     yield "swiglu, packed, 1000", lambda: pointwise_triton.gated_packed_forward(odd, "silu", False)
     yield (

@@ -63,7 +63,7 @@ def launches():
         few, statistics_of_few = torch.empty(rows, columns, dtype=dtype), torch.empty(2, rows)
         for kind in (rms, both):
             yield (
-                f"backward, {rows} x {columns}, {dtype}, {kind}",
+                f"backward, {rows} x {columns}, {dtype}, {kind}{', small result' * (columns == 512)}",
                 lambda few=few, statistics=statistics_of_few, kind=kind: backward(few, few[0], statistics, **kind),
             )
     # a thread has one of the few numbers that are left

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
 from nearpeak.errors import KernelUnavailable
+from nearpeak.kernels._runtime.capability import cuda_capability
 from nearpeak.kernels._runtime.policy import INTERPRETED
 from nearpeak.kernels._runtime.replay import active_recording, is_tensor_descriptor
 
@@ -24,6 +26,11 @@ if INTERPRETED:
     from nearpeak.kernels._runtime.interpreter import patch_interpreter
 
     patch_interpreter()
+
+try:
+    from triton.language.extra.cuda import gdc_wait
+except ImportError:  # an older Triton
+    gdc_wait = None
 
 Grid = tuple[int, int, int]
 _LAUNCHES_DIRECTLY = (3, 6) <= tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 10)
@@ -58,10 +65,28 @@ class Specialization:
             self._run(x, y, z, stream, self._function, self._metadata, None, None, None, *args)
 
 
-def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, registers: int | None = None) -> None:
+def can_start_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it in its stream runs: programmatic dependent launch."""
+    if INTERPRETED or gdc_wait is None or device.type != "cuda":
+        return False
+    return (cuda_capability(device.index) or (0, 0)) >= (9, 0)
+
+
+@triton.jit
+def wait_for_previous(EARLY: tl.constexpr):
+    """Until the kernel before this one in its stream has ended, and all that it wrote can be read."""
+    if EARLY:
+        gdc_wait()
+
+
+def launch(
+    kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2, registers: int | None = None,
+    early: bool = False,
+) -> None:  # fmt: skip
     """Starts a kernel on the device of its first argument, a tensor. Constants come in their places among `args`.
 
-    `registers` limits those of a thread, so that enough programs fit on a multiprocessor.
+    `registers` limits those of a thread, so that enough programs fit on a multiprocessor. `early`: the kernel calls
+    `wait_for_previous` before anything else, and is launched while the one before it runs, as `can_start_early` allows.
     """
     if 0 in grid:
         return
@@ -71,25 +96,28 @@ def launch(kernel: Any, grid: Grid, *args: Any, warps: int = 4, stages: int = 2,
         return
     device = args[0].device.index
     if device == torch._C._cuda_getDevice():
-        _launch_on_device(kernel, grid, args, device, warps, stages, registers)
+        _launch_on_device(kernel, grid, args, device, warps, stages, registers, early)
     elif device is None:  # a CPU tensor; torch would silently take None for the current device
         raise KernelUnavailable(f"A kernel needs tensors on a CUDA device, and this one is on {args[0].device.type}.")
     else:
         with torch.cuda.device(device):
-            _launch_on_device(kernel, grid, args, device, warps, stages, registers)
+            _launch_on_device(kernel, grid, args, device, warps, stages, registers, early)
 
 
 def _launch_on_device(
-    kernel: Any, grid: Grid, args: tuple[Any, ...], device: int, warps: int, stages: int, registers: int | None
-) -> None:
+    kernel: Any, grid: Grid, args: tuple[Any, ...], device: int, warps: int, stages: int, registers: int | None,
+    early: bool = False,
+) -> None:  # fmt: skip
     """Starts a kernel on the current device, which is this one."""
     constants = _constexpr_flags.get(id(kernel))
     if constants is None:
         constants = _constexpr_flags[id(kernel)] = tuple(parameter.is_constexpr for parameter in kernel.params)
-    key = (id(kernel), device, warps, stages, registers, *map(_specialization_key, args, constants))
+    key = (id(kernel), device, warps, stages, registers, early, *map(_specialization_key, args, constants))
     specialization = _specializations.get(key)
     if specialization is None:
         settings = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "enable_fp_fusion": True}
+        if early:
+            settings["launch_pdl"] = True
         specialization = _specializations[key] = Specialization(kernel[grid](*args, **settings))
     else:
         specialization.start(grid, torch._C._cuda_getCurrentRawStream(device), args)

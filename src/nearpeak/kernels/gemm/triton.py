@@ -287,7 +287,7 @@ def multiply_torch(a: Tensor, b: Tensor, result: Tensor, preactivation: Tensor |
         product = a.new_empty(a.shape[0], b.shape[0]) if preactivation is None else preactivation
         _linear_into(product, a, b, bias)
         if epilogue.gated:
-            gated_packed_forward(product, epilogue.activation, False, out=result)
+            gated_packed_forward(product, epilogue.activation, False, out=result, early=True)
         else:
             activation_forward(product, None, epilogue.activation, out=result)
     if residual is not None:

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nearpeak.kernels._runtime.gluon import runs_on
-from nearpeak.kernels._runtime.launch import launch, next_power_of_2
+from nearpeak.kernels._runtime.launch import can_start_early, launch, next_power_of_2, wait_for_previous
 from nearpeak.kernels._runtime.ring_buffer import RingConfig
 from nearpeak.kernels._runtime.row_barrier import (
     ALL,
@@ -695,9 +695,10 @@ def backward_shared(
 @triton.jit
 def add_partials(
     partials, dweight, dbias, programs, columns,
-    WANTS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WANTS_WEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sums the (1 or 2, programs, columns) partial sums over programs, for weight and bias."""
+    wait_for_previous(EARLY)
     columns = assume_multiple(columns, WIDTH)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     in_columns = column < columns
@@ -856,11 +857,12 @@ def norm_backward(
         # all partial sums are read at once: programs are few, and have little to do
         height = min(next_power_of_2(parts), 1024)
         width = max(4096 // height, 32 if columns > 2048 else 8)
+        early = can_start_early(x.device)
         launch(
             add_partials, (triton.cdiv(columns, width), wants[2] + wants[3], 1),
             partials, dweight, dbias if wants[3] else None, parts, columns, wants[2],
-            common_width(columns), height, width,
-            warps=height * width // 1024,
+            common_width(columns), height, width, early,
+            warps=height * width // 1024, early=early,
         )  # fmt: skip
     return dx, dresidual, dweight, dbias
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nearpeak.kernels._runtime.launch import launch, next_power_of_2
+from nearpeak.kernels._runtime.launch import can_start_early, launch, next_power_of_2, wait_for_previous
 from nearpeak.kernels._runtime.philox import CHUNK, ROUNDS, keep_scale, signed_threshold
 from nearpeak.kernels._runtime.rows import as_rows, common_width, exponential
 from nearpeak.kernels._runtime.tuning import from_row, tuned
@@ -313,7 +313,10 @@ def activation_backward_kernel(
 
 
 @triton.jit
-def sum_rows_kernel(partial, result, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def sum_rows_kernel(
+    partial, result, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    wait_for_previous(EARLY)
     first_column = tl.program_id(0).to(tl.int64) * BLOCK
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]  # (ROWS, 1), (1, BLOCK)
     is_column = column < columns - first_column
@@ -393,8 +396,10 @@ def activation_backward_with_bias(
         common_width(columns, gradient.stride(0), x.stride(0)), height, block, False, warps=config.warps,
     )  # fmt: skip
     width = 32  # 128 bytes, so that a short row is split among many programs too
+    early = can_start_early(x.device)
     launch(
-        sum_rows_kernel, (triton.cdiv(columns, width), 1, 1), partial, bias_gradient, chunks, columns, 64, width
+        sum_rows_kernel, (triton.cdiv(columns, width), 1, 1), partial, bias_gradient, chunks, columns, 64, width, early,
+        early=early,
     )  # fmt: skip
     return result, bias_gradient
 
@@ -436,8 +441,9 @@ def load_pair(
 def gated_kernel(
     gate, up, result, rows, columns, column_blocks, gate_stride, up_stride,
     NAME: tl.constexpr, INTERLEAVED: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    FLAT: tl.constexpr,
+    FLAT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_previous(EARLY)
     columns, gate_stride, up_stride = columns // WIDTH * WIDTH, gate_stride // WIDTH * WIDTH, up_stride // WIDTH * WIDTH
     first_row, first_column = tile_start(column_blocks, ROWS, BLOCK, FLAT)
     gate_tile, up_tile = load_pair(
@@ -490,12 +496,16 @@ def gated_forward(gate: Tensor, up: Tensor, activation: str, *, config: TileConf
 
 
 def gated_packed_forward(
-    x: Tensor, activation: str, interleaved: bool, *, config: TileConfig | None = None, out: Tensor | None = None
-) -> Tensor:
-    """The same from one tensor that contains both factors. Copies x if its last stride is not 1."""
+    x: Tensor, activation: str, interleaved: bool, *, config: TileConfig | None = None, out: Tensor | None = None,
+    early: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same from one tensor that contains both factors. Copies x if its last stride is not 1.
+
+    `early`: launched while the kernel that writes x runs.
+    """
     result = x.new_empty([*x.shape[:-1], x.shape[-1] // 2]) if out is None else out
     if result.numel():
-        _launch_gated(*_halves(as_rows(x), interleaved), result, activation, interleaved, config)
+        _launch_gated(*_halves(as_rows(x), interleaved), result, activation, interleaved, config, early)
     return result
 
 
@@ -532,18 +542,20 @@ def _halves(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _launch_gated(
-    gate: Tensor, up: Tensor, result: Tensor, activation: str, interleaved: bool, config: TileConfig | None
-) -> None:
+    gate: Tensor, up: Tensor, result: Tensor, activation: str, interleaved: bool, config: TileConfig | None,
+    early: bool = False,
+) -> None:  # fmt: skip
     rows = gate.shape[0]
     columns = gate.shape[1] // (2 if interleaved else 1)
     config = config or tile_config("gated_forward", rows, columns, gate.device)
     block, height = config.block, config.rows
     grid, column_blocks = tile_grid(rows, columns, height, block)
+    early = early and can_start_early(gate.device)
     launch(
         gated_kernel, grid,
         gate, up, result, rows, columns, column_blocks, gate.stride(0), up.stride(0),
-        activation, interleaved, common_width(columns, gate.stride(0), up.stride(0)), height, block, rows == 1,
-        warps=config.warps,
+        activation, interleaved, common_width(columns, gate.stride(0), up.stride(0)), height, block, rows == 1, early,
+        warps=config.warps, early=early,
     )  # fmt: skip
 
 
