@@ -15,7 +15,8 @@ of the file that are not measured are kept.
     python -m benchmarks.kernels --show random_100.json random_101.json
 
 measures random cells in place of sections: operations and shapes as models have them, drawn by a seed (`drawing` has
-the ranges), each checked against float32 and beside every peer (`drawn_cases`) but for those of `--leave-out`. A table
+the ranges), each checked against float32 and beside every peer (`drawn_cases`) but for those of `--leave-out`. A run
+that `--limit` ended goes on with `--without` its file, into another. A table
 of choices is fitted to cells with all backends, "others"; a score needs none of them. `--show` merges the files of
 several runs, and has a table by operation, one by size of heads, and the slowest cells (`score`).
 """
@@ -424,6 +425,7 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--leave-out", default="", help='of random cells: peers, and "others", the backends that were not chosen'
     )
+    parser.add_argument("--without", type=Path, nargs="+", default=[], help="random cells that these files have")
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after a random cell that ends later")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison with float64 out")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes, on a CPU too: whether everything runs")
@@ -478,6 +480,12 @@ def main() -> int:
         return run(arguments, setting) if arguments.random is None else run_random(arguments, setting, start)
 
 
+def not_in(cells: Sequence[drawing.Cell], contents: Sequence[Mapping[str, Any]]) -> list[drawing.Cell]:
+    """The cells that earlier runs did not measure."""
+    measured = {(row["seed"], row["number"]) for content in contents for row in content["cells"]}
+    return [cell for cell in cells if (cell.seed, cell.number) not in measured]
+
+
 def run_random(arguments: argparse.Namespace, setting: Setting, start: float) -> int:
     """Random cells until the limit, counted from `start`."""
     from benchmarks.kernels.random_run import compile_jobs, measure_cells, new_random_content
@@ -487,6 +495,7 @@ def run_random(arguments: argparse.Namespace, setting: Setting, start: float) ->
         cells = drawing.tiny_cells(arguments.random, operations)
     else:
         cells = drawing.cells(arguments.random, arguments.cells, operations)
+    cells = not_in(cells, [json.loads(file.read_text(encoding="utf-8")) for file in arguments.without])
     if arguments.work:
         work_through(Jobs(arguments.work), compile_jobs(cells, setting), clean)
         return 0
@@ -496,6 +505,7 @@ def run_random(arguments: argparse.Namespace, setting: Setting, start: float) ->
             command += ["--random", str(arguments.random), "--cells", str(arguments.cells)]
             command += ["--leave-out", arguments.leave_out] if arguments.leave_out else []
             command += ["--operations", arguments.operations] if arguments.operations else []
+            command += ["--without", *map(str, arguments.without)] if arguments.without else []
             command += ["--rehearse"] if arguments.rehearse else []
             most = min(arguments.compile_seconds, COMPILE_SHARE * (arguments.limit or float("inf")))
             took = run_workers(command, arguments.processes, most)

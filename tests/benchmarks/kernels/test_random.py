@@ -310,6 +310,14 @@ def test_cells_that_are_compiled_come_first_and_the_limit_ends_the_run(tmp_path,
     assert random_run.measure_cells(cells[3:4], setting, content, lambda: None, lambda: None)
 
 
+def test_a_run_goes_on_where_another_ended():
+    cells = drawing.cells(3, 20)
+    earlier = [{"cells": [{"seed": 3, "number": cells[0].number}, {"seed": 4, "number": cells[1].number}]},
+               {"cells": [{"seed": 3, "number": cells[5].number}]}]  # fmt: skip
+    assert run.not_in(cells, earlier) == [*cells[1:5], *cells[6:]]
+    assert run.not_in(cells, []) == cells
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_what_is_measured_is_compiled_before(tmp_path):
