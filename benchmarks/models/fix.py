@@ -3,6 +3,7 @@
     PYTHONPATH=src python -m benchmarks.models.fix --models llama-1b --json OUT/fix.json
     PYTHONPATH=src python -m benchmarks.models.fix --ways eager,hand --profiles OUT --json OUT/hand.json
     PYTHONPATH=src python -m benchmarks.models.fix --decode --json OUT/decode.json
+    PYTHONPATH=src python -m benchmarks.models.fix --train 300 --models llama-1b --json OUT/train.json
     python -m benchmarks.models.fix --show OUT/fix.json
 
 Each model has random weights in bfloat16 and a step of forward, backward and AdamW, as `transformers` has them. Liger
@@ -10,16 +11,19 @@ replaces functions of `transformers` for the whole process, so that its steps ru
 run in turns on one model. Peak memory is that of torch's allocator over two steps. `liger_kernel` is left out where it
 is not installed. `by_hand` has the steps by hand, with all kernels that fit; `--profiles` saves what nearpeak says of
 them. `--decode` generates tokens with a model of 28 layers, in bfloat16 for the time and in float32 for the
-tokens, which must be the same.
+tokens, which must be the same. `--train` compares the losses of training steps with those under other orders of the
+same batches, and steps after `undo` with those of a model that was never fixed.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import datetime
 import gc
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -186,54 +190,121 @@ def run_model(
     return row
 
 
-def run_decode(device: str, small: bool, new_tokens: int) -> dict[str, Any]:
+def run_decode(device: str, small: bool, new_tokens: int, write: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Seconds per token of `generate` as it is and fixed, and whether the tokens are the same in float32."""
     sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28}
     if small:
         sizes = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 16 if small else 128}
     row: dict[str, Any] = {"model": "qwen3-decode", "batch": 4, "new_tokens": new_tokens}
-    for dtype in (torch.float32, torch.bfloat16):
+    kept: list[str] = []
+    for dtype in (torch.bfloat16, torch.float32):  # the tokens of float32 with the fixes that bfloat16 has kept
         torch.manual_seed(0)
         with torch.device(device):
             model: Any = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes, **heads)).to(dtype).eval()
             prompt = torch.randint(sizes["vocab_size"], (4, 64))
 
-        def generate(model: Any = model, prompt: torch.Tensor = prompt) -> torch.Tensor:
-            tokens: torch.Tensor = model.generate(
+        def generate(tokens: int = new_tokens, model: Any = model, prompt: torch.Tensor = prompt) -> torch.Tensor:
+            generated: torch.Tensor = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
                 do_sample=False,
             )
-            return tokens
+            return generated
 
         calls: list[dict[str, Any]] = []
         handle = model.register_forward_pre_hook(
             lambda _m, _a, given, calls=calls: calls.append(given), with_kwargs=True
         )
-        eager = generate()
+        generate(8)
         handle.remove()
         name = str(dtype).removeprefix("torch.")
-        row[f"eager_{name}_s"] = min(seconds_of(generate, 1) for _ in range(2)) / new_tokens
+        eager = generate()
+        row[f"eager_{name}_s"] = seconds_of(generate, 1) / new_tokens
         started = time.perf_counter()
         with torch.no_grad():
             fixed = nearpeak.fix(
                 model,
                 trains=False,
+                only=kept,
                 without=["torch-compile"],
                 progress=lambda line: print(f"  {line}", flush=True),
                 **calls[-1],
             )
         row[f"fix_{name}_s"] = time.perf_counter() - started
+        row[f"report_{name}"] = to_json(fixed.report)
+        kept = [each.id for each in fixed.report.fixes if each.status == "kept"]
         print(fixed.report.report(), flush=True)
-        generate()
+        first = generate()
         row[f"fixed_{name}_s"] = min(seconds_of(generate, 1) for _ in range(3)) / new_tokens
-        row[f"same_tokens_{name}"] = bool(torch.equal(generate(), eager))
+        row[f"same_tokens_{name}"] = bool(torch.equal(generate(), eager) and torch.equal(first, eager))
+        write(row)
         fixed.undo()
         del model, fixed, calls
+        if not kept:
+            break
     return row
+
+
+def train(name: str, device: str, small: bool, steps: int, seed: int, fixes: str) -> dict[str, Any]:
+    """The losses of training steps on the same batches in an order that `seed` draws, as they are or fixed; and whether
+    steps after `undo` are bitwise those of a model that was never fixed."""
+    program = Program(name, device, small)
+    rows, tokens = (2, 64) if small else (4, 512)
+    generator = torch.Generator().manual_seed(7)
+    starts = torch.randint(program.model.config.vocab_size, (steps, rows, 1), generator=generator)
+    batches = (starts + torch.arange(tokens) * 3) % program.model.config.vocab_size  # sequences that can be learned
+    order = torch.randperm(steps, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(steps)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        program.tokens = batch.to(device)
+        loss: torch.Tensor = program.model(input_ids=program.tokens, labels=program.tokens, use_cache=False).loss
+        loss.backward()
+        program.optimizer.step()
+        program.optimizer.zero_grad()
+        return loss.detach()
+
+    program.tokens = batches[0].to(device)
+    result: dict[str, Any] = {"seed": seed, "fixed": bool(fixes)}
+    if fixes:
+        options = {"input_ids": program.tokens, "labels": program.tokens, "use_cache": False}
+        ids = [] if fixes == "all" else fixes.split(",")
+        before = copy.deepcopy(program.model.state_dict())
+        fixed = nearpeak.fix(program.model, optimizer=program.optimizer, only=ids, without=["torch-compile"], **options)
+        fixed.undo()
+        result["undone"] = [float(step(batch)) for batch in batches[:3]]
+        program.model.load_state_dict(before)
+        program.optimizer.state.clear()
+        with nearpeak.fix_from(fixed.report, program.model, optimizer=program.optimizer, trains=True, **options):
+            result["kept"] = [each.id for each in fixed.report.fixes if each.status == "kept"]
+            result["losses"] = torch.stack([step(batches[place]) for place in order.tolist()]).tolist()
+        return result
+    result["losses"] = torch.stack([step(batches[place]) for place in order.tolist()]).tolist()
+    return result
+
+
+def run_training(name: str, device: str, small: bool, steps: int, seeds: int, fixes: str) -> dict[str, Any]:
+    """Whether the loss of the fixed model stays within the spread of the original under orders of the same batches."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)  # else eager steps are not bitwise the same themselves
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    eager = [train(name, device, small, steps, seed, "") for seed in range(seeds)]
+    fixed = train(name, device, small, steps, 0, fixes)
+    tail = max(1, steps // 10)
+    ends = [sum(each["losses"][-tail:]) / tail for each in (*eager, fixed)]
+    spread = max(ends[:-1]) - min(ends[:-1])
+    return {
+        "model": name,
+        "steps": steps,
+        "eager": eager,
+        "fixed": fixed,
+        "ends": ends,
+        "is_within_spread": min(ends[:-1]) - spread / 2 <= ends[-1] <= max(ends[:-1]) + spread / 2,
+        "distance_of_curves": max(abs(a - b) for a, b in zip(eager[0]["losses"], fixed["losses"], strict=True)),
+        "same_after_undo": fixed["undone"] == eager[0]["losses"][:3],
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -257,6 +328,9 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny configurations, to try this on a CPU")
     parser.add_argument("--decode", action="store_true", help="time the generation of tokens instead")
     parser.add_argument("--tokens", type=int, default=128, help="tokens that --decode generates")
+    parser.add_argument("--train", type=int, metavar="STEPS", help="train a model instead, as it is and fixed")
+    parser.add_argument("--seeds", type=int, default=4, help="orders of the batches for --train as it is")
+    parser.add_argument("--only", default="all", help="ids of the fixes for --train")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profiles", type=Path, help="a folder for profiles of the steps by hand")
     parser.add_argument("--show", type=Path, help="print the table of an earlier run")
@@ -271,11 +345,21 @@ def main() -> None:
     if arguments.liger:
         print(json.dumps(run_liger(arguments.liger, device, arguments.small)))
         return
-    if arguments.decode:
-        decoded = run_decode(device, arguments.small, arguments.tokens)
-        print(json.dumps(decoded, indent=1))
+
+    def write(result: dict[str, Any]) -> None:
         if arguments.json:
-            arguments.json.write_text(json.dumps(decoded, indent=1) + "\n", encoding="utf-8")
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+    if arguments.decode:
+        decoded = run_decode(device, arguments.small, arguments.tokens, write)
+        print(json.dumps({name: value for name, value in decoded.items() if "report" not in name}, indent=1))
+        return
+    if arguments.train:
+        name = arguments.models.partition(",")[0]
+        trained = run_training(name, device, arguments.small, arguments.train, arguments.seeds, arguments.only)
+        write(trained)
+        print(json.dumps({name: value for name, value in trained.items() if name not in ("eager", "fixed")}, indent=1))
+        print("kept:", ", ".join(trained["fixed"]["kept"]))
         return
     ways = arguments.ways.split(",")
     rows = []
@@ -302,7 +386,7 @@ def main() -> None:
                 "transformers": transformers.__version__,
                 "rows": rows,
             }
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            write(result)
         print(table(rows), flush=True)
 
 

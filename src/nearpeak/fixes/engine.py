@@ -592,7 +592,7 @@ class _Engine:
     def _check_batch(self, reference: Reference, omits: tuple[str, ...], *, in_full: bool) -> list[Errors]:
         """On the part of the batch that has a wide reference, and on all of it.
 
-        Compiled code runs on the batch alone: a compiler that has seen a part of it compiles for all sizes from then on.
+        Compiled code runs on the batch alone: a compiler that has seen a part of it compiles for all sizes after it.
         """
         if not self.is_proof_a_part:
             return reference.check(self.model, self.proof, omits)
@@ -683,10 +683,13 @@ class _Engine:
         speeds: dict[tuple[int, int], Speed] = {}
         with runner.ready():
             ours = _allocated(runner.device) - self.own_bytes
-            for pair, each in singles.items():
-                loops = [site.loop for site in each.sites if site.loop is not None]
-                if loops:
-                    speeds |= time_in_turns(partial(loops[0], self.model), first_fixes, [pair], runner.device)
+            for pair in pairs:
+                sites = [site for each in (self.kept if pair == (0, count) else [singles[pair]]) for site in each.sites]
+                loop = next((site for site in sites if site.loop is not None), None)
+                if loop is not None and loop.loop is not None:
+                    speed = time_in_turns(partial(loop.loop, self.model), first_fixes, [pair], runner.device)[pair]
+                    calls = loop.loop_calls
+                    speeds[pair] = replace(speed, before_s=speed.before_s / calls, after_s=speed.after_s / calls)
             restore = self.state.restore if self.state else None
             rest = [pair for pair in pairs if pair not in speeds]
             if rest:

@@ -60,7 +60,9 @@ class Site:
     """Why it cannot be replaced; "" if it can."""
     loop: Callable[[Any], Tensor] | None = None
     """Runs a model as the change is meant for, where one call does not show it: many tokens one after the other. What
-    it returns must be the same in float32, and the loop is what is timed."""
+    it returns must be the same in float32, and the loop is what is timed, with everything that is kept beside it."""
+    loop_calls: int = 1
+    """Calls of the model in the loop: times are those of one."""
     in_step: bool = False
     """Whether what the change saves is elsewhere in the step, and is predicted there."""
     signature: str = ""

@@ -334,6 +334,7 @@ def static_cache(run: ModelRun) -> Iterator[Site]:
         skip=_why_not(run),
         change=partial(_set_static_cache, model),
         loop=partial(_generate, tokens),
+        loop_calls=LOOP_TOKENS,
         signature="the model",
     )
 
