@@ -320,6 +320,7 @@ def test_generation_with_a_growing_cache_gets_a_static_one(recorded, faster):
     (fix,) = fixed.report.fixes
     assert fix.status == "kept"
     assert [error.fixed for error in fix.errors if "loop" in error.what] == [0.0]
+    assert fix.speed.before_s == fixed.report.speed.before_s == 1.0 / launches.LOOP_TOKENS  # of one call of the loop
     assert model.generation_config.cache_implementation == "static"
     assert recorded
     assert "noted" not in vars(model)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from nearpeak.errors import UsageError
@@ -153,6 +153,30 @@ def test_dropout_that_is_lost_is_caught():
     assert "spread over seeds" in problem(_check_module(module, changed, inputs, True))
     module, changed, inputs = pair(Attention, attention, torch.float32, dropout=0.3)
     assert problem(_check_module(module, changed, inputs, True)) == ""
+
+
+class Tables(nn.Module):
+    """Takes a table of as many positions as its rows have, or of 24 alone."""
+
+    def __init__(self, any_length=True):
+        super().__init__()
+        self.weight, self.any_length = nn.Parameter(torch.ones(8)), any_length
+
+    def forward(self, x, table):
+        x = functional.dropout(x * self.weight, 0.3, self.training)
+        return x * table if self.any_length else x * torch.ones(24, 8)
+
+
+def test_tables_of_positions_are_cut_with_the_rows_and_what_the_original_refuses_is_left_out():
+    x, table = torch.randn(3, 24, 8), torch.randn(24, 8)
+    inputs = Inputs(name="the batch", args=(x, table), kwargs={})
+    cut = next(each for each in variants((x, table), {}, trains=True) if each.name.endswith("positions"))
+    assert [each.shape for each in cut.args] == [(3, 23, 8), (23, 8)]
+    for module, others in ((Tables(), {"one row", "23 positions"}), (Tables(any_length=False), {"one row"})):
+        errors = _check_module(module, copy.deepcopy(module), inputs, True)
+        assert problem(errors) == ""
+        names = {error.what.split(", ")[1] for error in errors if "without dropout" in error.what}
+        assert names & {"one row", "23 positions"} == others
 
 
 def test_a_leak_from_later_tokens_is_caught_in_the_whole_model():
