@@ -170,6 +170,21 @@ def test_compiled_code_sees_the_whole_batch_alone(faster):
     assert rows == [300]
 
 
+def test_why_a_saving_is_not_predicted_is_noted(faster, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise UsageError("the code asks for the memory of a tensor")
+
+    monkeypatch.setattr(engine, "trace", refuse)
+    monkeypatch.setattr(engine, "known_machine", lambda: nearpeak.machine("h200-sxm"))
+    monkeypatch.setattr(engine._Engine, "_note_kernels", lambda self: None)
+    with registered("norm", torch_norm) as id:
+        report = nearpeak.fix(make_model(), *make_batch(), only=[id]).report
+    assert (report.fixes[0].status, report.fixes[0].predicted_s) == ("kept", None)
+    assert report.notes == (
+        "What planted saves is not predicted: it raised UsageError: the code asks for the memory of a tensor.",
+    )
+
+
 def test_an_optimizer_is_proven_on_one_parameter_of_each_size(faster):
     """A wide copy of all would not fit beside a large model; and what is no optimizer is none of its business."""
 

@@ -270,7 +270,7 @@ class _Engine:
         self.results: dict[str, AppliedFix] = {}
         """By the id of the fix."""
         self.sites: list[FixedSite] = []
-        self.step_estimates: dict[tuple[str, ...], Estimate | None] = {}
+        self.step_estimates: dict[tuple[str, ...], Estimate] = {}
         """Of the whole step, by the ids of the fixes in force."""
         self.notes: list[str] = []
         if optimizer is not None and _needs_closure(optimizer):
@@ -520,7 +520,11 @@ class _Engine:
         try:
             with self.state.restoring():
                 captured = self._capture(changed, edits)
-                predicted_s, at_bound = self._predict(tried, changed, captured, edits)
+                try:
+                    predicted_s, at_bound = self._predict(tried, changed, captured, edits)
+                except Exception as error:  # code that fake tensors cannot run, or a kernel without a cost
+                    self.notes.append(f"What {tried.id} saves is not predicted: {run_error(error)}.")
+                    predicted_s, at_bound = None, False
                 result = replace(result, predicted_s=predicted_s)
                 if at_bound:
                     return replace(result, why=f"its sites are within {1 - NEAR_BOUND:.0%} of their bound already")
@@ -626,14 +630,18 @@ class _Engine:
             return None, False
         if not captured or any(site.in_step for site in changed):
             if all(site.path == OPTIMIZER for site in changed):
-                estimate: Callable[..., Estimate | None] = self._estimate_update
+                estimate: Callable[..., Estimate] = self._estimate_update
             else:
                 estimate = self._estimate_step
             with edits.suspended():
                 was = estimate()
             now = estimate(tried)
-            saving = None if was is None or now is None else (was.expected_s or 0.0) - (now.expected_s or 0.0)
-            return saving or None, False  # a change that no op shows, as compilation, is not predicted
+            if was.expected_s is None or now.expected_s is None:
+                return None, False
+            return (
+                was.expected_s - now.expected_s or None,
+                False,
+            )  # a change that no op shows, as compilation, is not predicted
         total, bounds = 0.0, []
         for place, inputs in captured.items():
             call = changed[place].call
@@ -641,7 +649,7 @@ class _Engine:
             with edits.suspended():
                 before = _estimate(call.module, inputs.args, inputs.kwargs, self.trains or None, self.machine)
             after = _estimate(call.module, inputs.args, inputs.kwargs, self.trains or None, self.machine)
-            if before is None or after is None or before.expected_s is None or after.expected_s is None:
+            if before.expected_s is None or after.expected_s is None:
                 return None, False
             same = [
                 site for site in changed if (site.what, site.computes) == (changed[place].what, changed[place].computes)
@@ -651,7 +659,7 @@ class _Engine:
             bounds.append(before.fused_s >= NEAR_BOUND * before.expected_s)
         return total, all(bounds)
 
-    def _estimate_step(self, *tried: Fix) -> Estimate | None:
+    def _estimate_step(self, *tried: Fix) -> Estimate:
         """The estimate of the step as it is: with what is in force, and a fix that is tried."""
         assert self.machine is not None
         key = tuple(each.id for each in (*(kept.fix for kept in self.kept), *tried))
@@ -660,7 +668,7 @@ class _Engine:
                 self.step_estimates[key] = _estimate(self._step().run, (), {}, None, self.machine)
         return self.step_estimates[key]
 
-    def _estimate_update(self, *_tried: Fix) -> Estimate | None:
+    def _estimate_update(self, *_tried: Fix) -> Estimate:
         """The estimate of the optimizer's step as it is."""
         assert self.machine is not None
         return _estimate(self._step().update, (), {}, None, self.machine)
@@ -1131,23 +1139,20 @@ def _with_copies(
                 state[new] = {name: copied_state(value) for name, value in before[parameter].items()}
     try:
         optimizer.state = state
-        for group, new_parameters in zip(optimizer.param_groups, copies, strict=True):
-            group["params"] = new_parameters
+        for options, parameters in zip(optimizer.param_groups, copies, strict=True):
+            options["params"] = parameters
         yield [each for group in copies for each in group]
     finally:
         with defer_signals():
             optimizer.state = before
-            for group, parameters in zip(optimizer.param_groups, owned, strict=True):
-                group["params"] = parameters
+            for options, parameters in zip(optimizer.param_groups, owned, strict=True):
+                options["params"] = parameters
 
 
 def _estimate(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], grad: bool | None, machine: Machine
-) -> Estimate | None:
-    try:
-        return estimate_trace(trace(function, *args, kwargs=kwargs, grad=grad, target=target_of(machine)), machine)
-    except Exception:  # code that fake tensors cannot run, or a kernel without a cost: then nothing is predicted
-        return None
+) -> Estimate:
+    return estimate_trace(trace(function, *args, kwargs=kwargs, grad=grad, target=target_of(machine)), machine)
 
 
 def _loss_of(output: Any) -> Any:
