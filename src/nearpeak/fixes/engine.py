@@ -626,7 +626,7 @@ class _Engine:
     ) -> tuple[float | None, bool]:
         """The predicted saving per step, from estimates of the sites with and without the fix; and whether all sites
         are at their bound already."""
-        if self.machine is None:
+        if self.machine is None or any(site.loop is not None for site in changed):  # one call does not show a loop
             return None, False
         if not captured or any(site.in_step for site in changed):
             if all(site.path == OPTIMIZER for site in changed):
