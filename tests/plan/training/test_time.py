@@ -13,7 +13,7 @@ from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import forward_flops
 from nearpeak.plan.training.efficiency import Efficiency, gemm_rate, load_efficiency
 from nearpeak.plan.training.job import Job, precision_named
-from nearpeak.plan.training.layout import Layout
+from nearpeak.plan.training.layout import Layout, Sharding
 from nearpeak.plan.training.memory import memory_by_stage
 from nearpeak.plan.training.plan import memory_plan
 from nearpeak.plan.training.time import PARTS, Planner, TrainingTime, hidden_behind, training_time
@@ -308,3 +308,17 @@ def test_one_microbatch_has_no_other_whose_computation_hides_its_experts() -> No
         for overlap in (False, True)
     )
     assert overlapped == alone > 0
+
+
+@pytest.mark.parametrize("sharding", ("zero1", "zero2", "zero3", "hsdp"))
+@pytest.mark.parametrize("gpu", ("a100-sxm-80gb", "b200"))
+def test_recomputing_more_never_makes_a_step_faster(gpu: str, sharding: Sharding) -> None:
+    """Communication hid behind the same computation twice, and each recomputed layer hid more than it took."""
+    qwen, planner = get_model("qwen3-30b-a3b"), Planner(Cluster.of(f"{gpu} x 64"))
+    group = 8 if sharding == "hsdp" else 0
+    layout = Layout(gpus=64, global_batch=64, sharding=sharding, shard_group=group)
+    for sequence in (256, 1024, 4096):
+        plain = planner.seconds(Job(model=qwen, layout=layout, sequence=sequence))
+        for modules in (("norm",), ("ops",), ("layer",)):
+            again = replace(layout, recompute=modules)
+            assert planner.seconds(Job(model=qwen, layout=again, sequence=sequence)) > plain

@@ -271,7 +271,7 @@ class Planner:
         busy = self.busy(job, stage.mixers, stage.feeds, stage.has_output)
         launches = self.launches(job, busy.seconds, stage.layers, stage.feeds.count("E"))
         data, data_each, data_hidden = self._data_parallel(
-            job, stage, busy.seconds + launches, busy.compute.forward + busy.recompute
+            job, stage, busy.seconds + launches, busy.compute.forward
         )
         return StageSeconds(
             index=stage.index,
@@ -452,8 +452,10 @@ class Planner:
         if not layout.overlap_gradients:
             return once, each, 0.0
         each_hidden = hidden_behind(each, constants.sharded_hidden * microbatch)
-        gather_hidden = hidden_behind(traffic.gather, constants.data_hidden * forward)
-        reduce_hidden = hidden_behind(traffic.reduce, constants.data_hidden * (microbatch - forward))
+        # nothing hides twice behind the same computation, or recomputing more would shorten a step
+        available = constants.data_hidden * (1 - each_hidden / microbatch)
+        gather_hidden = hidden_behind(traffic.gather, available * forward)
+        reduce_hidden = hidden_behind(traffic.reduce, available * (microbatch - forward))
         hidden = gather_hidden + reduce_hidden
         return once - hidden, each - each_hidden, hidden + layout.microbatches * each_hidden
 
