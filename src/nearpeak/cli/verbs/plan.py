@@ -564,38 +564,57 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     """Print the plan of a replica."""
     from nearpeak.plan.serving.deployment import ServingLayout
-    from nearpeak.plan.serving.plan import Load, serving_plan
+    from nearpeak.plan.serving.plan import Load, ServingPlan, plan_within, search_load, serving_plan
+    from nearpeak.plan.serving.search import ServingOption
     from nearpeak.render.views.plan.serving import document
     from nearpeak.render.views.plan.sliders import decode_sliders
 
     model, cluster = model_of(arguments), cluster_of(arguments)
     degrees = {name: getattr(arguments, name) for name in DEGREES if getattr(arguments, name) is not None}
-    if arguments.most_ttft is not None or arguments.most_tpot is not None:
-        chosen = _within_limits(arguments, model, cluster, degrees)
-        if chosen is None:
-            return 1
-        degrees, arguments.concurrency = chosen
-    plan = serving_plan(
-        model,
-        cluster,
-        Load(
+    engine = {"kv": arguments.kv, "engine": arguments.engine, "graphs": not arguments.no_graphs}
+    limits = {"most_ttft": arguments.most_ttft, "most_tpot": arguments.most_tpot}
+
+    def load() -> Load:
+        return Load(
             prompt=arguments.prompt,
             output=arguments.generate,
             concurrency=arguments.concurrency,
             batching=arguments.batching,
             chunk=arguments.chunk,
             memory_share=arguments.memory_share,
-        ),
-        ServingLayout(**degrees) if degrees else None,
-        arguments.precision,
-        kv=arguments.kv,
-        engine=arguments.engine,
-        graphs=not arguments.no_graphs,
-        disaggregate=arguments.disaggregate,
-        guesses=arguments.speculate,
-        workload=_workload(arguments),
-        price=arguments.price,
-    )
+        )
+
+    def planned(layout: ServingLayout | None) -> ServingPlan:
+        return serving_plan(
+            model,
+            cluster,
+            load(),
+            layout,
+            arguments.precision,
+            **engine,
+            disaggregate=arguments.disaggregate,
+            guesses=arguments.speculate,
+            workload=_workload(arguments),
+            price=arguments.price,
+        )
+
+    def planned_option(option: ServingOption) -> ServingPlan:
+        arguments.concurrency = option.serving.concurrency * option.replicas
+        return planned(option.layout)
+
+    if limits == {"most_ttft": None, "most_tpot": None}:
+        plan = planned(ServingLayout(**degrees) if degrees else None)
+    else:
+        if degrees:
+            raise UsageError(f"--most-ttft and --most-tpot search for a layout: leave out --{next(iter(degrees))}.")
+        search = search_load(model, cluster, load(), arguments.precision, **engine, **limits)
+        within = plan_within(search, planned_option, **limits)
+        if within is None:
+            reason = "By formulas, some options keep the limits; simulated, none does." if search.within else ""
+            narrate(f"nearpeak: {reason or search.reason}")
+            return 1
+        narrate(f"{search.tried} legal layouts, {search.fitting} fit; {len(search.within)} options within the limits")
+        plan = within
     write_plan(document(plan), plan, arguments, lambda: decode_sliders(plan))
     return 0
 
@@ -615,33 +634,6 @@ def _workload(arguments: argparse.Namespace) -> Workload:
         return open_loop(rate=arguments.rate, requests=requests, spread=LENGTH_SPREAD, **lengths)
     clients = max(1, round(arguments.concurrency))
     return closed_loop(concurrency=clients, requests=arguments.requests, spread=LENGTH_SPREAD, **lengths)
-
-
-def _within_limits(
-    arguments: argparse.Namespace, model: Model, cluster: Cluster, degrees: dict[str, int]
-) -> tuple[dict[str, int], float] | None:
-    """The layout and the load with the most throughput within the limits; None, and a line on stderr, if none is."""
-    from nearpeak.plan.serving.search import search_serving
-
-    if degrees:
-        raise UsageError(f"--most-ttft and --most-tpot search for a layout: leave out --{next(iter(degrees))}.")
-    search = search_serving(
-        model,
-        cluster,
-        arguments.precision,
-        prompt=arguments.prompt,
-        output=arguments.generate,
-        kv=arguments.kv,
-        engine=arguments.engine,
-        most_ttft=arguments.most_ttft,
-        most_tpot=arguments.most_tpot,
-    )
-    if search.best is None:
-        narrate(f"nearpeak: {search.reason}")
-        return None
-    narrate(f"{search.tried} legal layouts, {search.fitting} fit; {search.reason}")
-    layout = {name: getattr(search.best.layout, name) for name in DEGREES}
-    return layout, search.best.serving.concurrency * search.best.replicas
 
 
 def _pools(text: str) -> tuple[int, int]:

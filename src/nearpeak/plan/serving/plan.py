@@ -13,7 +13,7 @@ memory, and the memory of a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from nearpeak._display import Result, headline
@@ -30,7 +30,7 @@ from nearpeak.plan.serving.deployment import (
     cache_room,
     require_room,
 )
-from nearpeak.plan.serving.search import ServingOption, search_serving, serving_layouts
+from nearpeak.plan.serving.search import ServingOption, ServingSearch, search_serving, serving_layouts
 from nearpeak.plan.serving.serve import (
     BATCHINGS,
     CHUNK,
@@ -39,6 +39,7 @@ from nearpeak.plan.serving.serve import (
     Disaggregated,
     Serving,
     Speculative,
+    batch_of_step,
     serve,
     serve_disaggregated,
     speculate,
@@ -99,6 +100,8 @@ class ServingPlan(Result):
     replicas: int
     precision: ServingPrecision
     engine: str
+    graphs: bool
+    """Whether steps without a prompt are CUDA graphs."""
     load: Load
     replica: Serving
     """One replica under its share of the load."""
@@ -219,7 +222,7 @@ def serving_plan(
         raise UsageError(best.problem)
     deployment = deployed(best.layout)
     pools = disaggregate
-    batch = max(1.0, best.serving.running / best.layout.dp)
+    batch, in_flight = batch_of_step(best.serving.running, best.layout)
     context = load.prompt + load.output // 2
     return ServingPlan(
         model=model,
@@ -228,15 +231,16 @@ def serving_plan(
         replicas=best.replicas,
         precision=deployment.precision,
         engine=engine,
+        graphs=graphs,
         load=load,
         replica=best.serving,
         curve=tuple(_curve(deployment, load)),
-        phases=phases(deployment, prompt=load.prompt, context=context, batch=batch),
+        phases=phases(deployment, prompt=load.prompt, context=context, batch=batch, in_flight=in_flight),
         critical_batch=critical_batch(deployment, context=context, memory_share=load.memory_share),
         memory=_serving_memory(deployment, load),
         flops_per_token=forward_flops(model, 1).gemm,
         choices=tuple(choices),
-        front=() if layout is not None else _front(model, cluster, load, precision, kv, engine),
+        front=() if layout is not None else _front(model, cluster, load, precision, kv, engine, graphs),
         disaggregated=None
         if pools is None
         else serve_disaggregated(
@@ -251,7 +255,14 @@ def serving_plan(
         ),
         speculative=None
         if guesses is None
-        else speculate(deployment, batch=batch, context=context, guesses=guesses[0], acceptance=guesses[1]),
+        else speculate(
+            deployment,
+            batch=batch,
+            context=context,
+            guesses=guesses[0],
+            acceptance=guesses[1],
+            in_flight=in_flight,
+        ),
         simulation=simulate(
             deployment,
             requests,
@@ -267,6 +278,32 @@ def serving_plan(
         ),
         price=price,
     )
+
+
+def plan_within(
+    search: ServingSearch,
+    planned: Callable[[ServingOption], ServingPlan],
+    *,
+    most_ttft: float | None = None,
+    most_tpot: float | None = None,
+) -> ServingPlan | None:
+    """The plan of the first option of `search` whose simulated means keep the limits, too; None where none does.
+
+    The search goes by formulas. What a simulation takes longer than they say, the next options are expected to.
+    """
+    ttft_ratio = tpot_ratio = 1.0
+    for option in search.within:
+        expected = option.serving
+        if most_ttft is not None and ttft_ratio * expected.ttft > most_ttft:
+            continue
+        if most_tpot is not None and tpot_ratio * expected.tpot > most_tpot:
+            continue
+        plan = planned(option)
+        ttft, tpot = plan.simulation.ttft.mean, plan.simulation.tpot.mean
+        if (most_ttft is None or ttft <= most_ttft) and (most_tpot is None or tpot <= most_tpot):
+            return plan
+        ttft_ratio, tpot_ratio = max(ttft_ratio, ttft / expected.ttft), max(tpot_ratio, tpot / expected.tpot)
+    return None
 
 
 def whole_layouts(model: Model, cluster: Cluster) -> list[ServingLayout]:
@@ -288,10 +325,40 @@ def _serving_choice(deployment: Deployment, load: Load, longest: int) -> Serving
 
 
 def _front(
-    model: Model, cluster: Cluster, load: Load, precision: str, kv: str | None, engine: str
+    model: Model, cluster: Cluster, load: Load, precision: str, kv: str | None, engine: str, graphs: bool
 ) -> tuple[ServingOption, ...]:
-    result = search_serving(model, cluster, precision, prompt=load.prompt, output=load.output, kv=kv, engine=engine)
-    return result.front
+    return search_load(model, cluster, load, precision, kv=kv, engine=engine, graphs=graphs).front
+
+
+def search_load(
+    model: Model,
+    cluster: Cluster,
+    load: Load,
+    precision: str = "bf16",
+    *,
+    kv: str | None = None,
+    engine: str = "vllm",
+    graphs: bool = True,
+    most_ttft: float | None = None,
+    most_tpot: float | None = None,
+) -> ServingSearch:
+    """`search_serving` for requests and an engine like those of `load`, at any concurrency."""
+    return search_serving(
+        model,
+        cluster,
+        precision,
+        prompt=load.prompt,
+        output=load.output,
+        kv=kv,
+        engine=engine,
+        graphs=graphs,
+        batching=load.batching,
+        chunk=load.chunk,
+        most_sequences=load.most_sequences,
+        memory_share=load.memory_share,
+        most_ttft=most_ttft,
+        most_tpot=most_tpot,
+    )
 
 
 def _serve_load(deployment: Deployment, load: Load, concurrency: float) -> Serving:
@@ -373,21 +440,28 @@ class Phases:
 
 
 def phases(
-    deployment: Deployment, *, prompt: int, context: int, batch: float = 1.0, constants: ServingConstants | None = None
+    deployment: Deployment,
+    *,
+    prompt: int,
+    context: int,
+    batch: float = 1.0,
+    in_flight: float = 1.0,
+    constants: ServingConstants | None = None,
 ) -> Phases:
     """One prompt of `prompt` tokens, and one step in which `batch` sequences of `context` tokens decode."""
     constants = constants or load_serving_constants()
     rates = serving_rates(deployment, constants)
     prefill = step_time(deployment, sequences=0, prompt_tokens=prompt, prompt_length=prompt, constants=constants)
-    decode = step_time(deployment, sequences=batch, context=context, constants=constants)
+    decode = step_time(deployment, sequences=batch, context=context, in_flight=in_flight, constants=constants)
     ridge = rates.rest_compute / rates.rest_stream
-    gpus = deployment.layout.tp
+    stages = deployment.layout.pp  # a step is the pass through all of them, and a GPU has the layers of one
+    gpus = deployment.layout.tp * stages
     return Phases(
         prefill=Phase(
             name="prefill",
             tokens=prompt,
             flops=prompt * forward_flops(deployment.model, prompt).total / gpus,
-            bytes_moved=prefill.memory_seconds * rates.rest_stream,
+            bytes_moved=prefill.memory_seconds * rates.rest_stream / stages,
             ridge=ridge,
             step=prefill,
         ),
@@ -395,7 +469,7 @@ def phases(
             name="decode",
             tokens=batch,
             flops=batch * forward_flops(deployment.model, 2 * context).total / gpus,  # the last token sees all keys
-            bytes_moved=decode.memory_seconds * rates.rest_stream,
+            bytes_moved=decode.memory_seconds * rates.rest_stream / stages,
             ridge=ridge,
             step=decode,
         ),
@@ -440,11 +514,13 @@ def critical_batch(
     require_positive(context=context)
     constants = constants or load_serving_constants()
     room = cache_room(deployment, memory_share=memory_share)
+    stages = deployment.layout.pp  # each works on another batch of the group
+    batch = _crossover_batch(deployment, float(context), constants)
     return CriticalBatch(
-        batch=_crossover_batch(deployment, float(context), constants),
+        batch=None if batch is None else stages * batch,
         fits=room.sequences(context),
         context=context,
-        weights_only=_crossover_batch(deployment, 0.0, constants) or float(LARGEST_BATCH),
+        weights_only=stages * (_crossover_batch(deployment, 0.0, constants) or float(LARGEST_BATCH)),
     )
 
 

@@ -17,8 +17,8 @@ from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.cluster.collectives import CollectiveTimes
 from nearpeak.plan.models.model import Model
-from nearpeak.plan.serving.deployment import Deployment, ServingLayout
-from nearpeak.plan.serving.serve import Serving, serve
+from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, ServingLayout
+from nearpeak.plan.serving.serve import CHUNK, MOST_SEQUENCES, Batching, Serving, serve
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Requests in flight per attention data parallel group."""
@@ -54,10 +54,15 @@ class ServingSearch:
     """Legal layouts whose weights and cache fit."""
     front: tuple[ServingOption, ...]
     """The Pareto front of throughput per GPU against speed per user, fastest for users first."""
-    best: ServingOption | None
-    """The most throughput per GPU within the limits; None where no option is within them."""
+    within: tuple[ServingOption, ...]
+    """The options within the limits, the most throughput per GPU first."""
     reason: str
     """Why the best option wins; without one, the options nearest to the limits."""
+
+    @property
+    def best(self) -> ServingOption | None:
+        """The most throughput per GPU within the limits; None where no option is within them."""
+        return self.within[0] if self.within else None
 
 
 def serving_layouts(model: Model, gpus: int, *, domain: int | None = None) -> Iterable[ServingLayout]:
@@ -84,6 +89,11 @@ def search_serving(
     output: int,
     kv: str | None = None,
     engine: str = "vllm",
+    graphs: bool = True,
+    batching: Batching = "continuous",
+    chunk: int = CHUNK,
+    most_sequences: int = MOST_SEQUENCES,
+    memory_share: float = MEMORY_SHARE,
     most_ttft: float | None = None,
     most_tpot: float | None = None,
     concurrencies: Sequence[int] = CONCURRENCIES,
@@ -98,10 +108,21 @@ def search_serving(
     collectives = CollectiveTimes(cluster)
     for layout in serving_layouts(model, cluster.gpus, domain=cluster.domain):
         tried += 1
-        deployment = Deployment.of(model, cluster, layout, precision, kv=kv, engine=engine, collectives=collectives)
+        deployment = Deployment.of(
+            model, cluster, layout, precision, kv=kv, engine=engine, graphs=graphs, collectives=collectives
+        )
         try:
             for number in concurrencies:
-                answer = serve(deployment, prompt=prompt, output=output, concurrency=number * layout.dp)
+                answer = serve(
+                    deployment,
+                    prompt=prompt,
+                    output=output,
+                    concurrency=number * layout.dp,
+                    batching=batching,
+                    chunk=chunk,
+                    most_sequences=most_sequences,
+                    memory_share=memory_share,
+                )
                 options.append(ServingOption(layout=layout, replicas=cluster.gpus // layout.gpus, serving=answer))
                 if answer.queue_seconds:
                     break
@@ -116,13 +137,13 @@ def search_serving(
         if (most_ttft is None or option.serving.ttft <= most_ttft)
         and (most_tpot is None or option.serving.tpot <= most_tpot)
     ]
-    best = max(within, key=lambda option: option.per_gpu, default=None)
+    within.sort(key=lambda option: -option.per_gpu)
     return ServingSearch(
         tried=tried,
         fitting=fitting,
         front=front(options),
-        best=best,
-        reason=_missed_limits(options, most_ttft, most_tpot) if best is None else _reason(best),
+        within=tuple(within),
+        reason=_reason(within[0]) if within else _missed_limits(options, most_ttft, most_tpot),
     )
 
 

@@ -30,7 +30,7 @@ from nearpeak.errors import UsageError, did_you_mean
 from nearpeak.plan.legal import require_positive
 from nearpeak.plan.provenance import Provenance, weakest
 from nearpeak.plan.serving.constants import ServingConstants, load_serving_constants
-from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, require_room
+from nearpeak.plan.serving.deployment import MEMORY_SHARE, Deployment, ServingLayout, require_room
 from nearpeak.plan.serving.step import ServingRates, StepTime, serving_rates, step_time
 
 Batching = Literal["continuous", "static"]
@@ -126,10 +126,9 @@ def serve(
     requested = max(1.0, concurrency / layout.dp)
     length = cached_tokens(deployment, prompt, output, constants)
     running = max(1.0, min(requested, room.sequences(length), most_sequences))
-    batch = max(1.0, running / layout.pp)  # each stage works on another part of the requests
+    batch, in_flight = batch_of_step(running * layout.dp, layout)
     rates = serving_rates(deployment, constants)
     pace = _static_pace if batching == "static" else _continuous_pace
-    in_flight = min(float(layout.pp), running)
     paced = pace(deployment, batch, in_flight, prompt, output, context, chunk, offline, constants, rates)
     request = output * paced.tpot
     queue = max(0.0, requested - running) / running * request
@@ -151,6 +150,15 @@ def serve(
         spread=constants.spread,
         provenance=weakest(paced.decode.provenance, paced.prefill.provenance),
     )
+
+
+def batch_of_step(running: float, layout: ServingLayout) -> tuple[float, float]:
+    """Sequences of one decode step of an attention group, with `running` on the replica, and steps in flight.
+
+    Each stage of a pipeline works on another part of the requests.
+    """
+    group = max(1.0, running / layout.dp)
+    return max(1.0, group / layout.pp), min(float(layout.pp), group)
 
 
 def most_throughput(
@@ -422,9 +430,10 @@ def speculate(
     acceptance: float,
     draft: Deployment | None = None,
     draft_layers: float = 1.0,
+    in_flight: float = 1.0,
     constants: ServingConstants | None = None,
 ) -> Speculative:
-    """`batch` sequences per group decode with `guesses` drafted tokens per step.
+    """`batch` sequences per group decode with `guesses` drafted tokens per step; `in_flight` as in `step_time`.
 
     The draft comes from `draft`, a small model, or from `draft_layers` more layers of the model itself and its output
     layer (multi-token prediction, EAGLE).
@@ -434,8 +443,15 @@ def speculate(
         near = min(1.0, max(0.0, acceptance))
         raise UsageError(f"acceptance={acceptance!r} must lie between 0 and 1. Nearest: acceptance={near:g}.")
     constants = constants or load_serving_constants()
-    plain = step_time(deployment, sequences=batch, context=context, constants=constants)
-    verify = step_time(deployment, sequences=batch, context=context, tokens_each=guesses + 1.0, constants=constants)
+    plain = step_time(deployment, sequences=batch, context=context, in_flight=in_flight, constants=constants)
+    verify = step_time(
+        deployment,
+        sequences=batch,
+        context=context,
+        tokens_each=guesses + 1.0,
+        in_flight=in_flight,
+        constants=constants,
+    )
     if draft is not None:
         drafted = step_time(draft, sequences=batch, context=context, constants=constants).seconds
     else:

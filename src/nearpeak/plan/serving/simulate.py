@@ -405,6 +405,7 @@ class _StepTimes:
             context=context,
             guesses=self.guesses,
             acceptance=self.acceptance,
+            in_flight=self.in_flight,
             constants=self.constants,
         )
         return step.verify_seconds + step.draft_seconds, step.tokens_per_step

@@ -270,9 +270,7 @@ class Planner:
         layout, pipeline = job.layout, pipeline_seconds(job, self.collectives)
         busy = self.busy(job, stage.mixers, stage.feeds, stage.has_output)
         launches = self.launches(job, busy.seconds, stage.layers, stage.feeds.count("E"))
-        data, data_each, data_hidden = self._data_parallel(
-            job, stage, busy.seconds + launches, busy.compute.forward
-        )
+        data, data_each, data_hidden = self._data_parallel(job, stage, busy.seconds + launches, busy.compute.forward)
         return StageSeconds(
             index=stage.index,
             compute=busy.compute,

@@ -97,7 +97,7 @@ def _steps(plan: ServingPlan) -> Table:
     ]
     rows.append(("step", seconds(prefill.seconds), seconds(decode.seconds), ""))
     return Table(
-        title=f"One prompt alone, and one step in which {plan.replica.running / plan.layout.dp:.0f} sequences decode",
+        title=f"One prompt alone, and one step in which {plan.phases.decode.tokens:.3g} sequences decode",
         headers=("part", "prefill", "decode", "what"),
         rows=tuple(rows),
         align="lrrl",
@@ -126,7 +126,7 @@ def _phase_limits(plan: ServingPlan) -> Table:
     def row(phase: Phase) -> tuple[str, ...]:
         return (
             phase.name,
-            f"{phase.tokens:.0f}",
+            f"{phase.tokens:.4g}" if phase.tokens < 1000 else f"{phase.tokens:.0f}",
             quantity(phase.flops, "FLOP"),
             quantity(phase.bytes_moved, "B"),
             f"{phase.intensity:.0f}",

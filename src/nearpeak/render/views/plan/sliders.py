@@ -124,8 +124,8 @@ def _near(value: int, halvings: int, doublings: int) -> list[int]:
 def decode_sliders(plan: ServingPlan) -> Sliders:
     """A decode step of the planner for each batch and context: the page looks up what the planner computed."""
     layout = plan.layout
-    deployment = Deployment.of(plan.model, plan.cluster, layout, plan.precision, engine=plan.engine)
-    batch = max(1, round(plan.replica.running / layout.dp))
+    deployment = Deployment.of(plan.model, plan.cluster, layout, plan.precision, engine=plan.engine, graphs=plan.graphs)
+    batch = _short(max(1.0, plan.replica.running / layout.dp))
     context = plan.load.prompt + plan.load.output // 2
     batches = _including([1 << n for n in range(12)], batch)
     contexts = _including([1 << n for n in range(7, 18)], context)
@@ -159,5 +159,5 @@ def decode_sliders(plan: ServingPlan) -> Sliders:
     )
 
 
-def _including(values: Sequence[int], value: int) -> list[int]:
+def _including(values: Sequence[int], value: float) -> list[float]:
     return sorted({*values, value})
