@@ -79,8 +79,11 @@ def test_seven_billion_weights_take_84_gigabytes(capsys):
 
 def test_what_does_not_fit_comes_with_changes(capsys):
     _, out, _ = plan(capsys, *QUESTIONS["memory on"])
+    assert "which does not fit" in out[: out.index("Parameters")]
     assert "Does not fit: " in out
     assert "The cheapest changes that make it fit" in out
+    _, out, _ = plan(capsys, "train", "llama-3-70b", "--on", "h100-sxm x 8", "--tp", "8")
+    assert "MFU" in out and "but does not fit" in " ".join(out.splitlines()[:2])
 
 
 def test_memory_has_a_row_for_every_pipeline_stage(capsys):
@@ -133,6 +136,7 @@ def test_a_gate_on_errors(capsys):
         (["train", "llama-3-8b", "--on", "h100-sxm x 8", "--tp", "2", "--sharding", "zero4"], "Did you mean 'zero"),
         (["train", "llama-3-8b", "--on", "a100-sxm-80gb x 8", "--tp", "2", "--precision", "fp8"], "Nearest: bfloat16"),
         (["train", "llama-3-8b", "--on", "h100-sxn x 8"], "h100-sxm"),
+        (["train", "mixtral-8x7b", "--on", "h100-sxm x 8", "--ep", "3"], "gpus=9, or ep x etp x pp = 2"),
         (["train", "llama-3-8b", "--on", "h100-sxm x 8", "--tp", "2", "--overlap", "gradient"], "'gradients'"),
         (["train", "llama-3-8b", "--on", "h100-sxm x 8", "--year", "2024"], "--year needs a layout"),
         (["train", "llama-3-8b", "--on", "h100-sxm x 8", "--gpus", "16"], "Give one of them"),

@@ -134,6 +134,14 @@ def test_a_gpu_without_the_precision_is_an_error_with_the_nearest() -> None:
         gemm_rate(machine, "float4", 2026.0, Efficiency())
 
 
+def test_scales_of_small_blocks_need_their_gemms() -> None:
+    with pytest.raises(UsageError, match=r"precision='mxfp8': NVIDIA H100 .* Nearest: precision='fp8-row'"):
+        timed(precision="mxfp8")
+    with pytest.raises(UsageError, match=r"Nearest: precision='bf16'"):
+        timed(precision="mxfp8", on="a100-sxm-80gb x 64")
+    assert timed(precision="mxfp8", on="b200 x 64").seconds < timed(on="b200 x 64").seconds
+
+
 def test_constants_are_shares_and_have_a_source() -> None:
     fitted = load_efficiency()
     for name in ("gemm_ampere", "gemm_hopper", "gemm_blackwell", "attention_hopper", "tensor_exposed"):

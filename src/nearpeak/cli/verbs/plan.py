@@ -551,8 +551,8 @@ def configure_serve(parser: argparse.ArgumentParser) -> None:
     load.add_argument("--arrivals", metavar="FILE", help="a CSV file of requests to simulate")
     load.add_argument("--prefix", type=whole_number, default=0, metavar="N", help="tokens that prompts share (0)")
     load.add_argument("--price", type=float, metavar="DOLLARS", help="of one GPU for an hour: adds the cost")
-    load.add_argument("--most-ttft", type=float, metavar="S", help="seconds to the first token at most")
-    load.add_argument("--most-tpot", type=float, metavar="S", help="seconds per token at most")
+    load.add_argument("--most-ttft", type=float, metavar="S", help="seconds to the first token, mean, at most")
+    load.add_argument("--most-tpot", type=float, metavar="S", help="seconds per token, mean, at most")
     modes = parser.add_argument_group("other ways to serve")
     modes.add_argument("--disaggregate", type=_pools, metavar="P:D", help="P replicas for prompts and D for decoding")
     modes.add_argument(

@@ -33,6 +33,8 @@ class Precision:
     """Bytes of an input of a feed's activation that is saved for its backward pass."""
     scaling: Literal["none", "tensor", "block", "fine"] = "none"
     """How numbers of 8 and 4 bits are scaled: per tensor, in blocks (MXFP8), or in fine blocks (NVFP4)."""
+    microscaled: bool = False
+    """Whether GEMMs take a scale for each block of 32 values (OCP MX): GPUs that have 4-bit GEMMs do."""
 
     @property
     def wire(self) -> float:
@@ -75,7 +77,7 @@ PRECISIONS: dict[str, Precision] = {
             activation=1,
             scaling="block",
         ),
-        Precision(name="mxfp8", gemm_dtype="float8", master=4, saved=1.03125, scaling="block"),
+        Precision(name="mxfp8", gemm_dtype="float8", master=4, saved=1.03125, scaling="block", microscaled=True),
         Precision(name="fp4", gemm_dtype="float4", master=4, saved=0.5625, scaling="fine"),
     )
 }

@@ -232,7 +232,10 @@ def _require_multiple(name: str, product: int, field: str, value: int) -> None:
     if product > value:
         raise UsageError(f"{name} = {product} is larger than {field}={value}. Nearest: {field}={product}.")
     near = max(1, round(value / product)) * product
-    raise UsageError(f"{field}={value} is no multiple of {name} = {product}. Nearest: {field}={near}.")
+    raise UsageError(
+        f"{field}={value} is no multiple of {name} = {product}. Nearest: {field}={near}, or "
+        f"{name} = {nearest_divisor(product, value)}."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -663,12 +663,18 @@ class TrainingRates:
         self.efficiency = efficiency
         eager = job.software == "eager"
         dtype = job.precision.gemm_dtype
+        assert machine.theoretical is not None
+        if job.precision.microscaled and "float4" not in machine.theoretical.matrix:
+            nearest = "fp8-row" if "float8" in machine.theoretical.matrix else "bf16"
+            raise UsageError(
+                f"precision={job.precision.name!r}: {machine.name} has no GEMMs with a scale for each block. "
+                f"Nearest: precision={nearest!r}."
+            )
         self.gemm = gemm_rate(machine, dtype, job.year, efficiency)
         wide = dtype if dtype in ("bfloat16", "float16", "tfloat32") else "bfloat16"
         self.wide_gemm = gemm_rate(machine, wide, job.year, efficiency)
         """GEMMs that stay in 16 bits: the router and the output layer."""
         self.attention = attention_rate(machine, job.year, efficiency)
-        assert machine.theoretical is not None
         self.bandwidth = efficiency.memory * machine.theoretical.bandwidth
         self.backward = 2.0 if job.trains_weights else 1.0
         """Backward GEMMs to one forward; adapters need no gradients of weights."""

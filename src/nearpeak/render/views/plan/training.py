@@ -91,7 +91,8 @@ def memory_document(plan: MemoryPlan) -> Document:
     """The report."""
     name = plan.job.model.name
     return Document(
-        title=f"Memory to train {name}: {gigabytes(plan.fullest.total)} GB on each GPU",
+        title=f"Memory to train {name}: {gigabytes(plan.fullest.total)} GB on each GPU"
+        + (", which does not fit" if plan.fits is False else ""),
         facts=(states_sentence(plan), _weights_sentence(plan), f"{layout_text(plan.job)}."),
         parts=tuple(memory_parts(plan)),
     )
@@ -359,7 +360,7 @@ def training_document(plan: TrainingPlan) -> Document:
     time = plan.time
     return Document(
         title=f"Training {plan.job.model.name} on {plan.cluster.gpus} x {plan.cluster.machine.name}: "
-        f"{seconds(time.seconds)} a step, MFU {percent(time.mfu)}",
+        f"{seconds(time.seconds)} a step, MFU {percent(time.mfu)}" + ("" if plan.memory.fits else ", but does not fit"),
         facts=(
             f"{layout_text(plan.job)}.",
             f"{plan.job.precision.name}, {plan.job.software} software of {plan.job.year:g}.",
