@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from nearpeak.errors import UsageError
 from nearpeak.plan.cluster.cluster import Cluster
 from nearpeak.plan.models.catalogue import get_model
 from nearpeak.plan.models.model import forward_flops
+from nearpeak.plan.training import efficiency
 from nearpeak.plan.training.efficiency import Efficiency, gemm_rate, load_efficiency
 from nearpeak.plan.training.job import Job, precision_named
 from nearpeak.plan.training.layout import Layout, Sharding
@@ -140,6 +143,16 @@ def test_scales_of_small_blocks_need_their_gemms() -> None:
     with pytest.raises(UsageError, match=r"Nearest: precision='bf16'"):
         timed(precision="mxfp8", on="a100-sxm-80gb x 64")
     assert timed(precision="mxfp8", on="b200 x 64").seconds < timed(on="b200 x 64").seconds
+
+
+def test_no_year_is_written_inside_a_formula() -> None:
+    """A year that changes a plan is a constant with its source beside it."""
+    for file in sorted(Path(efficiency.__file__).parent.glob("*.py")):
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(function, ast.FunctionDef):
+                numbers = [node.value for node in ast.walk(function) if isinstance(node, ast.Constant)]
+                years = [each for each in numbers if isinstance(each, (int, float)) and 2015 < each < 2030]
+                assert not years, (file.name, function.name)
 
 
 def test_constants_are_shares_and_have_a_source() -> None:

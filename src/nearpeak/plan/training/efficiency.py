@@ -18,6 +18,9 @@ from nearpeak.plan.provenance import Provenance
 
 FLASH_ATTENTION_2_YEAR = 2024.0
 """Since when training software has FlashAttention-2."""
+MATURITY_YEAR, NEWEST_YEAR = 2026.0, 2026.7
+"""The software that `Efficiency.maturity` is relative to, and the newest in published runs (August 2026): nothing is
+extrapolated beyond it."""
 POWER_EXPONENT = 1.0
 """GEMM rate goes with the power limit to this power. Assumed."""
 GRAPHED_EXPERTS_YEAR = 2026.4
@@ -162,7 +165,7 @@ def gemm_rate(machine: Machine, dtype: str, year: float, efficiency: Efficiency)
     if is_ultra(machine):
         share *= efficiency.gemm_ultra
     if kind == "blackwell" and dtype in ("float8", "float4"):
-        share *= efficiency.maturity ** (min(year, 2026.7) - 2026.0)
+        share *= efficiency.maturity ** (min(year, NEWEST_YEAR) - MATURITY_YEAR)
     if dtype == "float8":
         share *= efficiency.float8_blackwell if kind == "blackwell" else efficiency.float8_hopper
     elif dtype == "float4":
