@@ -64,3 +64,9 @@ def test_counts_have_commas():
     found = run(["units.js"], "data.map(count)", [0, 999, 1000, 1234567])
     assert found == ["0", "999", "1,000", "1,234,567"]
     assert run(["units.js"], "[counted(1, 'op'), counted(2000, 'op')]") == ["1 op", "2,000 ops"]
+
+
+def test_counts_have_commas_before_the_point_alone():
+    given = [0, 999, 1000, 1234567, 1.2345, 41.625, 12345.678]
+    expected = ["0", "999", "1,000", "1,234,567", "1.2345", "41.625", "12,345.678"]
+    assert run(["units.js"], "data.map((value) => count(value))", given) == expected

@@ -64,7 +64,8 @@ function percent(value, digits = 1) {
 }
 
 function count(number) {
-  return String(number).replace(/\B(?=(\d{3})+$)/g, ",");
+  const [whole, ...fraction] = String(number).split(".");
+  return [whole.replace(/\B(?=(\d{3})+$)/g, ","), ...fraction].join(".");
 }
 
 function counted(number, noun) {
