@@ -55,6 +55,14 @@ COUNTS: Mapping[str, int] = {
     "fourier": 6,
     "optimizer": 10,
     "model": 40,
+    "activation": 14,
+    "contraction": 16,
+    "selection": 22,
+    "resizing": 22,
+    "factorization": 18,
+    "spatial": 18,
+    "composite": 26,
+    "network": 26,
 }
 """How many cases of each family a run has."""
 
@@ -424,7 +432,7 @@ def movement(draw: Draw) -> Drawn:
     width = draw.power(64, 8192) if draw.chance(0.7) else draw.size(33, 5000)
     rows = max(4, elements // width)
     heads, head = draw.one(8, 16, 32), draw.one(64, 128)
-    tokens = max(1, elements // (heads * head))
+    tokens = max(2, elements // (heads * head))  # one token is a view in the new order too
     edge, channels = draw.one(14, 28, 56, 64), draw.power(16, 512)
     batch = max(1, min(elements // (channels * edge**2), 64))
     functions: dict[str, Callable[..., Any]] = {
@@ -913,10 +921,534 @@ def model(draw: Draw) -> Drawn:
     return f"{name} {run} {short(dtype)} {sizes} depth {depth}{' causal' * causal}", build
 
 
+def activation(draw: Draw) -> Drawn:
+    """2**12 to 2**27 elements: activations and functions that few models have, of one or two operands."""
+    dtype, elements = draw.float_dtype(), draw.size(2**12, 2**27, 64)
+    one: dict[str, Callable[..., Any]] = {
+        "mish": functional.mish, "hardswish": functional.hardswish, "elu": functional.elu, "selu": functional.selu,
+        "softsign": functional.softsign, "log sigmoid": functional.logsigmoid, "prelu": lambda x: functional.prelu(
+            x, torch.full((1,), 0.2, device=x.device, dtype=x.dtype)
+        ),
+        "log1p of abs": lambda x: torch.log1p(x.abs()), "erfinv": lambda x: torch.erfinv(x), "round": torch.round,
+        "nan to num": torch.nan_to_num, "by one number": lambda x: x / x.flatten()[0],
+    }  # fmt: skip
+    two: dict[str, Callable[..., Any]] = {
+        "atan2": torch.atan2, "fmod": torch.fmod, "xlogy": torch.xlogy, "hypot": torch.hypot,
+        "logical": lambda x, y: (x > 0) & (y > 0), "swish gate": lambda x, y: functional.silu(x) * y,
+        "addcdiv": lambda x, y: torch.addcdiv(x, x, y),
+    }  # fmt: skip
+    name = draw.one(*one, *two, "glu", "column by row", "integers", "complex product", "between points")
+    if name in one:
+        return f"{name} {short(dtype)} {elements}", lambda: nearpeak.Case(one[name], tensor(elements, dtype=dtype))
+    if name in two:
+        return f"{name} {short(dtype)} {elements}", lambda: nearpeak.Case(
+            two[name], *(tensor(elements, dtype=dtype) for _ in range(2))
+        )
+    width = draw.power(64, 8192)
+    rows = max(2, min(elements, 2**26) // width)
+    label = f"{name} {short(dtype)} {shape_text(rows, width)}"
+    if name == "glu":
+        return label, lambda: nearpeak.Case(functional.glu, tensor(rows, width, dtype=dtype))
+    if name == "column by row":
+        return label, lambda: nearpeak.Case(torch.mul, tensor(rows, 1, dtype=dtype), tensor(1, width, dtype=dtype))
+    if name == "integers":
+        return label, lambda: nearpeak.Case(lambda x, y: (x + y) & 255, *(integers(1000, rows, width) for _ in "xy"))
+    if name == "complex product":
+        return label, lambda: nearpeak.Case(
+            torch.mul, *(torch.complex(*(tensor(rows, width, dtype=FP32) for _ in "ri")) for _ in "xy")
+        )
+    few = draw.one(2, 3, 4)
+    return f"{name} {short(dtype)} {shape_text(width, width, few)}", lambda: nearpeak.Case(
+        lambda x, y: (x[:, None] - y[None]).abs().sum(-1), *(tensor(min(width, 4096), few, dtype=dtype) for _ in "xy")
+    )
+
+
+def contraction(draw: Draw) -> Drawn:
+    """Products in the layouts that einsum and broadcasting give: batches of 1 to 64 of 16 to 2048, vectors."""
+    dtype = draw.one(BF16, FP16, FP32, FP32)
+    name = draw.one("heads last", "heads last", "left turned", "both turned", "broadcast batch", "added", "outer",
+                    "matrix by vector", "rows by rows", "with a tensor", "channels mixed", "of three", "dot",
+                    "diagonal by matrix", "symmetric", "linear of rank 4")  # fmt: skip
+    batch, m, n, k = draw.power(1, 64), *(draw.size(16, 2048, 16) for _ in range(3))
+    while batch * max(m * n, m * k, n * k) > 2**27 or batch * m * n * k > (2**37 if dtype is FP32 else 2**40):
+        batch, m, n, k = max(1, batch // 2), max(16, m // 2), max(16, n // 2), max(16, k // 2)
+    heads, head = draw.one(4, 8, 16), draw.one(32, 64, 128)
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "heads last": ((batch, m, heads, head), (batch, n, heads, head)),
+        "left turned": ((batch, k, m), (batch, k, n)), "both turned": ((batch, k, m), (batch, n, k)),
+        "broadcast batch": ((batch, m, k), (k, n)), "added": ((batch, m, n), (batch, m, k), (batch, k, n)),
+        "outer": ((m,), (n,)), "matrix by vector": ((m, k), (k,)), "rows by rows": ((m, k), (m, k)),
+        "with a tensor": ((batch, m, 4, k), (k, n)), "channels mixed": ((batch, k, m), (n, k)),
+        "of three": ((m, k), (k, n), (n, m)), "dot": ((m * k,), (m * k,)), "diagonal by matrix": ((m,), (m, n)),
+        "symmetric": ((m, k),), "linear of rank 4": ((batch, 4, m, k), (n, k)),
+    }  # fmt: skip
+    functions: dict[str, Callable[..., Any]] = {
+        "heads last": lambda x, y: torch.einsum("bqhd,bkhd->bhqk", x, y),
+        "left turned": lambda x, y: torch.einsum("bkm,bkn->bmn", x, y),
+        "both turned": lambda x, y: torch.einsum("bkm,bnk->bmn", x, y),
+        "broadcast batch": torch.matmul, "added": torch.baddbmm, "outer": torch.outer, "matrix by vector": torch.mv,
+        "rows by rows": lambda x, y: torch.einsum("mk,mk->m", x, y),
+        "with a tensor": lambda x, y: torch.einsum("bmtk,kn->bmtn", x, y),
+        "channels mixed": lambda x, y: torch.einsum("bkm,nk->bnm", x, y),
+        "of three": lambda x, y, z: x @ y @ z, "dot": torch.dot, "diagonal by matrix": lambda x, y: torch.diag(x) @ y,
+        "symmetric": lambda x: x @ x.t(), "linear of rank 4": functional.linear,
+    }  # fmt: skip
+    if name in ("heads last",):
+        n = m
+    label = f"{name} {short(dtype)} {' '.join(shape_text(*shape) for shape in shapes[name])}"
+    return label, lambda: nearpeak.Case(functions[name], *(tensor(*shape, dtype=dtype) for shape in shapes[name]))
+
+
+def selection(draw: Draw) -> Drawn:
+    """Elements that a mask or an index selects: tables of 2**6 to 2**16 rows of 16 to 2048, 2**4 to 2**16 taken."""
+    dtype = draw.float_dtype()
+    name = draw.one("nonzero", "masked select", "where by mask", "boolean rows", "index fill", "put", "largest of rows",
+                    "mean of rows", "sum by index", "gradient of rows", "bags", "bags", "buckets", "search", "unique",
+                    "one of each row", "two indices", "masked scatter", "along a dimension", "histogram")  # fmt: skip
+    rows, width, count = draw.size(2**6, 2**16), draw.size(16, 2048, 16), draw.size(2**4, 2**16)
+    while rows * width > 2**26:
+        rows //= 2
+    while count * width > 2**25:
+        count //= 2
+    label = f"{name} {short(dtype)} {shape_text(rows, width)} by {count}"
+
+    def build() -> nearpeak.Case:
+        table, places = tensor(rows, width, dtype=dtype), integers(rows, count)
+        source = tensor(count, width, dtype=dtype)
+        if name == "nonzero":
+            return nearpeak.Case(torch.nonzero, table)
+        if name in ("masked select", "where by mask", "boolean rows", "masked scatter"):
+            mask = table[:, 0] > 0 if name == "boolean rows" else table > 0
+            functions: dict[str, Callable[..., Any]] = {
+                "masked select": torch.masked_select, "where by mask": lambda x, c: torch.where(c, x, x * 2),
+                "boolean rows": lambda x, c: x[c], "masked scatter": lambda x, c: x.masked_scatter(c, x),
+            }  # fmt: skip
+            return nearpeak.Case(functions[name], table, mask)
+        if name == "index fill":
+            return nearpeak.Case(lambda t, i: t.index_fill_(0, i, 0.5), table, places)
+        if name == "put":
+            return nearpeak.Case(
+                lambda t, i, s: t.put_(i, s), table, integers(rows * width, count), tensor(count, dtype=dtype)
+            )
+        if name == "largest of rows":
+            wide = places[:, None].expand(-1, width)
+            return nearpeak.Case(lambda t, i, s: t.scatter_reduce(0, i, s, "amax"), table, wide.contiguous(), source)
+        if name == "mean of rows":
+            return nearpeak.Case(lambda t, i, s: t.index_reduce_(0, i, s, "mean"), table, places, source)
+        if name == "sum by index":
+            return nearpeak.Case(lambda t, i, s: t.index_put_((i,), s, accumulate=True), table, places, source)
+        if name == "gradient of rows":
+            return backward(lambda t: t[places], table.requires_grad_())
+        if name == "bags":
+            return nearpeak.Case(functional.embedding_bag, integers(rows, max(1, count // 16), 16), table)
+        if name in ("buckets", "search"):
+            points = torch.linspace(-2, 2, min(rows, 4096), device="cuda")
+            values = tensor(count * 16, dtype=FP32)
+            return nearpeak.Case(torch.searchsorted if name == "search" else lambda p, v: torch.bucketize(v, p),
+                                 points, values)  # fmt: skip
+        if name == "unique":
+            return nearpeak.Case(torch.unique, places)
+        if name == "histogram":
+            return nearpeak.Case(lambda i: torch.bincount(i, minlength=rows), places)
+        if name == "one of each row":
+            few = min(rows, 2**14)
+            return nearpeak.Case(lambda p: torch.multinomial(p, 1), torch.rand(few, width, device="cuda"))
+        if name == "two indices":
+            return nearpeak.Case(lambda t, i, j: t[i, j], table, places, integers(width, count))
+        return nearpeak.Case(lambda t, i: torch.take_along_dim(t, i, 1), table, integers(width, rows, 4))
+
+    return label, build
+
+
+def resizing(draw: Draw) -> Drawn:
+    """Images of 16 to 128 pixels, 8 to 256 channels: interpolation, padding, windows and pooling that few have."""
+    dtype = draw.float_dtype()
+    name = draw.one("bicubic", "area", "linear", "trilinear", "nearest 3-d", "nearest exact",
+                    "smaller without aliasing", "by a grid", "unfold", "fold", "reflected", "replicated", "around",
+                    "pixel unshuffle", "channel shuffle", "adaptive max 5", "root of squares", "average 1-d",
+                    "max 1-d with overlap", "unpooled", "max 5/1", "average 7/3", "max 3-d with overlap",
+                    "average 3-d with overlap")  # fmt: skip
+    batch, channels, edge = draw.power(1, 32), draw.power(8, 256), draw.one(16, 24, 32, 56, 64, 128)
+    dimensions = 1 if name in ("linear", "average 1-d", "max 1-d with overlap") else 3 if "3-d" in name else 2
+    dimensions = 3 if name == "trilinear" else dimensions
+    edge = edge**2 if dimensions == 1 else min(edge, 32) if dimensions == 3 else edge
+    while batch * channels * edge**dimensions > 2**24:
+        batch, channels = max(1, batch // 2), max(4, channels // 2)
+    resize = functional.interpolate
+    functions: dict[str, Callable[..., Any]] = {
+        "bicubic": lambda x: resize(x, scale_factor=2, mode="bicubic"),
+        "area": lambda x: resize(x, size=(8, 8), mode="area"),
+        "linear": lambda x: resize(x, scale_factor=2, mode="linear"),
+        "trilinear": lambda x: resize(x, scale_factor=2, mode="trilinear"), "nearest 3-d":
+        lambda x: resize(x, scale_factor=2), "nearest exact": lambda x: resize(x, scale_factor=2, mode="nearest-exact"),
+        "smaller without aliasing": lambda x: resize(x, size=(12, 12), mode="bilinear", antialias=True),
+        "unfold": lambda x: functional.unfold(x, 3, padding=1),
+        "fold": lambda x: functional.fold(x, (edge, edge), 2, stride=2),
+        "reflected": lambda x: functional.pad(x, (1, 1, 1, 1), mode="reflect"),
+        "replicated": lambda x: functional.pad(x, (2, 2, 2, 2), mode="replicate"),
+        "around": lambda x: functional.pad(x, (1, 1, 1, 1), mode="circular"),
+        "pixel unshuffle": lambda x: functional.pixel_unshuffle(x, 2),
+        "channel shuffle": lambda x: functional.channel_shuffle(x, 4),
+        "adaptive max 5": lambda x: functional.adaptive_max_pool2d(x, 5),
+        "root of squares": lambda x: functional.lp_pool2d(x, 2, 2),
+        "average 1-d": lambda x: functional.avg_pool1d(x, 4),
+        "max 1-d with overlap": lambda x: functional.max_pool1d(x, 8, 4, 2),
+        "unpooled": lambda x: functional.max_unpool2d(*functional.max_pool2d(x, 2, return_indices=True), 2),
+        "max 5/1": lambda x: functional.max_pool2d(x, 5, 1, 2), "average 7/3": lambda x: functional.avg_pool2d(x, 7, 3),
+        "max 3-d with overlap": lambda x: functional.max_pool3d(x, 3, 2, 1),
+        "average 3-d with overlap": lambda x: functional.avg_pool3d(x, 3, 2, 1),
+    }  # fmt: skip
+    shape = (batch, channels, *(edge,) * dimensions)
+    if name == "fold":
+        shape = (batch, 4 * channels, (edge // 2) ** 2)
+
+    def build() -> nearpeak.Case:
+        x = tensor(*shape, dtype=dtype)
+        if name == "by a grid":
+            grid = torch.rand(batch, edge, edge, 2, device="cuda", dtype=dtype) * 2 - 1
+            return nearpeak.Case(lambda x, g: functional.grid_sample(x, g, align_corners=False), x, grid)
+        return nearpeak.Case(functions[name], x)
+
+    return f"{name} {short(dtype)} {shape_text(*shape)}", build
+
+
+def factorization(draw: Draw) -> Drawn:
+    """Matrices of 8 to 1024 in float32, alone or in batches of up to 256, and distances of 2**4 to 2**12 points."""
+    name = draw.one("cholesky", "cholesky", "solve", "solve", "inverse", "determinant", "triangular", "qr", "lu",
+                    "eigenvalues", "singular values", "distances", "distances by one", "distances within",
+                    "cosines", "unit rows", "pairs of rows")  # fmt: skip
+    size, batch = draw.size(8, 1024, 8), draw.one(1, 1, draw.power(2, 256))
+    if name in ("eigenvalues", "singular values", "qr"):
+        size, batch = min(size, 256), min(batch, 8)
+    while batch * size**3 > 2**31:
+        batch = max(1, batch // 2)
+    points, others, width = draw.size(16, 4096), draw.size(16, 4096), draw.size(4, 512)
+    if name in ("distances by one", "distances within"):
+        points, others = min(points, 2048), min(others, 2048)
+    if name in ("distances", "distances by one", "distances within", "cosines", "unit rows", "pairs of rows"):
+        functions: dict[str, Callable[..., Any]] = {
+            "distances": torch.cdist, "distances by one": lambda x, y: torch.cdist(x, y, p=1.0),
+            "distances within": lambda x, y: torch.pdist(x), "cosines": functional.cosine_similarity,
+            "unit rows": lambda x, y: functional.normalize(x), "pairs of rows": functional.pairwise_distance,
+        }  # fmt: skip
+        many = others if name.startswith("distances") else points
+        return f"{name} {shape_text(points, width)} {many}", lambda: nearpeak.Case(
+            functions[name], tensor(points, width, dtype=FP32), tensor(many, width, dtype=FP32)
+        )
+    linalg = torch.linalg
+    solvers: dict[str, Callable[..., Any]] = {
+        "cholesky": lambda a, b: linalg.cholesky(a), "solve": linalg.solve, "inverse": lambda a, b: linalg.inv(a),
+        "determinant": lambda a, b: linalg.det(a), "qr": lambda a, b: linalg.qr(a),
+        "triangular": lambda a, b: linalg.solve_triangular(a, b, upper=True), "lu": lambda a, b: linalg.lu_factor(a),
+        "eigenvalues": lambda a, b: linalg.eigh(a), "singular values": lambda a, b: linalg.svd(a),
+    }  # fmt: skip
+    shape = (size, size) if batch == 1 else (batch, size, size)
+
+    def build() -> nearpeak.Case:
+        a = tensor(*shape, dtype=FP32)
+        a = a @ a.mT / size + torch.eye(size, device="cuda")  # positive definite
+        return nearpeak.Case(solvers[name], a, tensor(*shape[:-1], 8, dtype=FP32))
+
+    return f"{name} {shape_text(*shape)}", build
+
+
+def spatial(draw: Draw) -> Drawn:
+    """Convolutions that `convolution` does not draw: transposed, depthwise and grouped in 1 and 3 dimensions, kernels
+    with two sizes, wide dilation, with a bias."""
+    dtype = draw.one(BF16, FP16, FP32, FP32)
+    name = draw.one("transposed 1-d", "transposed 3-d", "transposed with groups", "transposed depthwise",
+                    "depthwise 1-d", "depthwise 1-d", "depthwise 3-d", "grouped 1-d", "grouped 3-d", "wide and low",
+                    "with bias", "with bias", "far apart", "one place with bias", "causal 1-d")  # fmt: skip
+    dimensions = 1 if "1-d" in name or name == "far apart" else 3 if "3-d" in name else 2
+    batch, inner, outer = draw.power(1, 32), *(draw.one(16, 32, 48, 64, 96, 128, 256) for _ in range(2))
+    edge = {1: draw.size(128, 4096, 64), 2: draw.one(14, 28, 32, 56, 112), 3: draw.one(8, 16, 24)}[dimensions]
+    kernel: tuple[int, ...] = (draw.one(3, 3, 4, 5, 7),) * dimensions if dimensions < 3 else (3, 3, 3)
+    options: dict[str, Any] = {}
+    groups = draw.one(2, 4, 8) if "group" in name else 1
+    if "depthwise" in name:
+        outer = groups = inner
+    if "transposed" in name:
+        options["stride"] = draw.one(1, 2)
+    elif name == "wide and low":
+        kernel, options["padding"] = draw.one(((3, 7), (1, 3)), ((1, 9), (0, 4)), ((7, 1), (3, 0)))
+    elif name == "far apart":
+        options["dilation"] = draw.one(2, 4, 16)
+    elif name == "one place with bias":
+        kernel = (1, 1)
+    elif name == "causal 1-d":
+        options["padding"] = kernel[0] - 1
+    else:
+        options["padding"] = tuple(size // 2 for size in kernel)
+    groups = min(groups, inner, outer)
+    inner, outer = inner // groups * groups, outer // groups * groups
+    while batch * edge**dimensions * inner * outer // groups * math.prod(kernel) > 2e11:
+        batch //= 2
+        if not batch:
+            batch, edge = 1, edge // 2
+    while batch > 1 and batch * edge**dimensions * max(inner, outer) > 2**26:
+        batch //= 2
+    turned = "transposed" in name
+    function = getattr(functional, f"conv_transpose{dimensions}d" if turned else f"conv{dimensions}d")
+    weights = (inner, outer // groups) if turned else (outer, inner // groups)
+    last = dimensions == 2 and draw.chance(0.4)
+
+    def build() -> nearpeak.Case:
+        order = torch.channels_last if last else torch.contiguous_format
+        x = tensor(batch, inner, *(edge,) * dimensions, dtype=dtype).to(memory_format=order)
+        weight = tensor(*weights, *kernel, dtype=dtype).to(memory_format=order)
+        bias = tensor(outer, dtype=dtype) if "bias" in name else None
+        return nearpeak.Case(lambda x, w: function(x, w, bias, groups=groups, **options), x, weight)
+
+    sizes = f"{shape_text(batch, inner, *(edge,) * dimensions)} to {outer} by {shape_text(*kernel)}"
+    rest = "".join(f" {key} {value}" for key, value in options.items())
+    return f"{name} {short(dtype)} {sizes}{rest} groups {groups}{' last' * last}", build
+
+
+def composite(draw: Draw) -> Drawn:
+    """Norms, losses and scans that models write out or that few have: 2**12 to 2**25 elements."""
+    dtype = draw.float_dtype()
+    rows, width = draw.size(16, 2**14), draw.size(16, 4096, 16)
+    while rows * width > 2**25:
+        rows = max(1, rows // 2)
+    batch, channels, edge = draw.power(1, 32), draw.power(16, 256), draw.one(14, 28, 32, 56, 64)
+    while batch * channels * edge**2 > 2**25:
+        batch, channels = max(1, batch // 2), max(16, channels // 2)
+    flat: dict[str, Callable[..., Any]] = {
+        "huber": functional.huber_loss, "cosine loss": lambda x, y: functional.cosine_embedding_loss(
+            x, y, torch.ones(rows, device=x.device, dtype=x.dtype)
+        ),
+        "triplet": lambda x, y: functional.triplet_margin_loss(x, y, x * 0.5),
+        "gaussian nll": lambda x, y: functional.gaussian_nll_loss(x, y, y * y + 1),
+        "soft targets": lambda x, y: functional.cross_entropy(x, y.softmax(-1)),
+        "kl of softmax": lambda x, y: functional.kl_div(x.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+        "l1 of rows": lambda x, y: x / x.abs().sum(1, keepdim=True), "l2 of rows":
+        lambda x, y: x / x.norm(dim=1, keepdim=True), "by all": lambda x, y: x / x.norm(),
+        "sums from the end": lambda x, y: x.flip(-1).cumsum(-1).flip(-1), "masked sums": lambda x, y: torch.cumsum(
+            x * (x > 0), 1
+        ),
+        "std": lambda x, y: x.std(-1), "any": lambda x, y: (x > 3).any(-1), "median": lambda x, y: x.median(-1),
+        "least and largest": lambda x, y: torch.aminmax(x, dim=-1), "softmin": lambda x, y: functional.softmin(x, -1),
+        "quantile": lambda x, y: torch.quantile(x.float(), 0.9, dim=-1), "kth": lambda x, y: torch.kthvalue(x, 3, -1),
+        "close": lambda x, y: torch.isclose(x, y).all(), "least of rows": lambda x, y: torch.argmin(x, 1),
+        "logsumexp and relu": lambda x, y: torch.relu(torch.logsumexp(x, 1, keepdim=True) - 1),
+    }  # fmt: skip
+    images: dict[str, Callable[..., Any]] = {
+        "rms of channels": lambda x: x / torch.sqrt(x.pow(2).mean(1, keepdim=True) + 1e-5),
+        "layer norm of images": lambda x: functional.layer_norm(x, x.shape[1:]),
+        "local response": lambda x: functional.local_response_norm(x, 5),
+        "softmax of channels": lambda x: functional.softmax(x, 1), "sum of images": lambda x: x.sum((0, 2, 3)),
+        "mean of places": lambda x: x.mean((2, 3)), "sums of the middle": lambda x: x.cumsum(1),
+        "largest of channels": lambda x: x.max(1), "group norm of few": lambda x: functional.group_norm(x, 4),
+        "norm of clips": lambda x: functional.batch_norm(x.unflatten(2, (2, -1)), None, None, training=True),
+    }  # fmt: skip
+    name = draw.one(*flat, *images, "classes of places", "smoothed classes", "weighted classes", "norm of rows")
+    if name in images:
+        shape = (batch, channels, edge, edge)
+        return f"{name} {short(dtype)} {shape_text(*shape)}", lambda: nearpeak.Case(
+            images[name], tensor(*shape, dtype=dtype)
+        )
+    label = f"{name} {short(dtype)} {shape_text(rows, width)}"
+    if name in flat:
+        return label, lambda: nearpeak.Case(flat[name], *(tensor(rows, width, dtype=dtype) for _ in "xy"))
+    if name == "norm of rows":
+        return label, lambda: nearpeak.Case(
+            lambda x: functional.batch_norm(x, None, None, training=True), tensor(rows, width, dtype=dtype)
+        )
+    if name == "classes of places":
+        classes, places = draw.one(2, 10, 21), min(edge, 64) * 2
+        return f"{name} {short(dtype)} {shape_text(batch, classes, places, places)}", lambda: nearpeak.Case(
+            functional.cross_entropy, tensor(batch, classes, places, places, dtype=dtype),
+            integers(classes, batch, places, places),
+        )  # fmt: skip
+    options: dict[str, Any] = {"label_smoothing": 0.1} if name == "smoothed classes" else {}
+
+    def build() -> nearpeak.Case:
+        weight = None if options else torch.rand(width, device="cuda", dtype=dtype)
+        return nearpeak.Case(
+            lambda x, t: functional.cross_entropy(x, t, weight=weight, **options),
+            tensor(rows, width, dtype=dtype), integers(width, rows),
+        )  # fmt: skip
+
+    return label, build
+
+
+class Separable(nn.Module):
+    """An inverted residual with a depthwise convolution and a gate on its channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        inner = 4 * channels
+        self.wide = nn.Sequential(nn.Conv2d(channels, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.SiLU())
+        self.depth = nn.Sequential(
+            nn.Conv2d(inner, inner, 3, padding=1, groups=inner, bias=False), nn.BatchNorm2d(inner), nn.SiLU()
+        )
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), nn.Conv2d(inner, channels // 4, 1), nn.SiLU(), nn.Conv2d(channels // 4, inner, 1)
+        )
+        self.narrow = nn.Sequential(nn.Conv2d(inner, channels, 1, bias=False), nn.BatchNorm2d(channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.depth(self.wide(x))
+        return x + self.narrow(y * torch.sigmoid(self.gate(y)))
+
+
+class Pyramid(nn.Module):
+    """Convolutions down and up again, with a connection across."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, channels, 3, padding=1), nn.GroupNorm(8, channels), nn.SiLU())
+        self.down = nn.Sequential(nn.Conv2d(channels, 2 * channels, 3, 2, 1), nn.GroupNorm(8, 2 * channels), nn.SiLU())
+        self.up = nn.ConvTranspose2d(2 * channels, channels, 2, 2)
+        self.last = nn.Conv2d(2 * channels, 3, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.first(x)
+        return self.last(torch.cat([first, self.up(self.down(first))], 1))
+
+
+class Cells(nn.Module):
+    """A recurrent network that is written out: a cell in a loop."""
+
+    def __init__(self, width: int, steps: int) -> None:
+        super().__init__()
+        self.steps, self.cell, self.head = steps, nn.GRUCell(width, width), nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(x.shape[0], x.shape[2])
+        for step in range(self.steps):
+            state = self.cell(x[:, step], state)
+        return self.head(state)
+
+
+class Dense(nn.Module):
+    """Layers that each see the results of all before them."""
+
+    def __init__(self, channels: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(channels + 32 * place), nn.ReLU(),
+                          nn.Conv2d(channels + 32 * place, 32, 3, padding=1, bias=False))
+            for place in range(depth)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.cat([x, layer(x)], 1)
+        return x
+
+
+def network(draw: Draw) -> Drawn:
+    """Small models that `model` does not draw, forward alone, forward and backward, and steps of three optimizers.
+
+    1 to 64 images of 28 to 112 pixels, 32 to 256 channels; 1 to 32 sequences of 32 to 512 tokens, widths 64 to 1024.
+    """
+    name = draw.one("separable", "separable", "pyramid", "cells", "dense", "autoencoder", "convolutions of a sequence",
+                    "self-attention", "decoder layer", "gated recurrent classifier", "bags and head", "towers",
+                    "perceptron of few", "perceptron of few")  # fmt: skip
+    dtype, run = draw.one(FP32, FP32, BF16, FP16), draw.one("forward", "forward", "training", "step")
+    batch, tokens, width = draw.power(1, 32), draw.power(32, 512), draw.one(64, 128, 256, 512, 1024)
+    channels, edge, depth = draw.one(32, 64, 128, 256), draw.one(28, 56, 112), draw.one(1, 2, 4)
+    kind, many = draw.one("AdamW", "Adam", "SGD"), draw.power(1, 512)
+    while batch * channels * edge**2 * 4 > 2**26:
+        batch = max(1, batch // 2)
+        edge = edge // 2 if batch == 1 else edge
+
+    def module() -> tuple[nn.Module, torch.Tensor]:
+        images, sequence = (batch, channels, edge, edge), (batch, tokens, width)
+        x = lambda shape: tensor(*shape, dtype=dtype)  # noqa: E731
+        if name == "separable":
+            return nn.Sequential(*(Separable(channels) for _ in range(depth))), x(images)
+        if name == "pyramid":
+            return Pyramid(channels), x((batch, 3, edge, edge))
+        if name == "cells":
+            return Cells(width, min(tokens, 64)), x(sequence)
+        if name == "dense":
+            return Dense(channels, 2 * depth), x(images)
+        if name == "autoencoder":
+            inner = max(16, width // 8)
+            layers: list[nn.Module] = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, inner), nn.ReLU(),
+                                       nn.Linear(inner, width), nn.ReLU(), nn.Linear(width, 784),
+                                       nn.Sigmoid()]  # fmt: skip
+            return nn.Sequential(*layers), x((many, 784))
+        if name == "convolutions of a sequence":
+            layers = []
+            for place in range(2 * depth):
+                far = 2**place
+                layers += [nn.Conv1d(width, width, 3, padding=far, dilation=far), nn.ReLU(), nn.Dropout(0.1)]
+            return nn.Sequential(*layers), x((batch, width, tokens))
+        if name == "self-attention":
+            layer = nn.TransformerEncoderLayer(width, max(1, width // 64), 2 * width, batch_first=True)
+            return layer, x(sequence)
+        if name == "decoder layer":
+            layers = [nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.SiLU(), nn.Dropout(0.1),
+                      nn.Linear(4 * width, width), nn.Softmax(-1)]  # fmt: skip
+            return nn.Sequential(*layers), x(sequence)
+        if name == "gated recurrent classifier":
+            return GatedPool(width, depth), x(sequence)
+        if name == "bags and head":
+            layers = [nn.EmbeddingBag(20000, width), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)]
+            return nn.Sequential(*layers), integers(20000, many, 32)
+        if name == "towers":
+            layers = [nn.Conv2d(3, channels, 3, padding=1), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1),
+                      nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(channels, 2 * channels, 3, padding=1), nn.ReLU(),
+                      nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(32 * channels, 256), nn.ReLU(),
+                      nn.Linear(256, 10)]  # fmt: skip
+            return nn.Sequential(*layers), x((batch, 3, edge, edge))
+        layers = [nn.Linear(width, 2 * width), nn.ReLU(), nn.BatchNorm1d(2 * width), nn.Linear(2 * width, width),
+                  nn.Tanh(), nn.Linear(width, 10)]  # fmt: skip
+        return nn.Sequential(*layers), x((max(2, many), width))
+
+    def build() -> nearpeak.Case:
+        network, x = module()
+        network = network.to("cuda", dtype)
+        if run == "forward":
+            network.eval()
+
+            def infer(x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    return network(x)
+
+            return nearpeak.Case(infer, x)
+        parameters = list(network.parameters())
+        update = getattr(torch.optim, kind)(parameters, lr=1e-3) if run == "step" else None
+
+        def train(x: torch.Tensor) -> None:
+            network(x).float().square().mean().backward()
+            if update is not None:
+                update.step()
+
+        def clear() -> None:
+            for parameter in parameters:
+                parameter.grad = None
+
+        train(x)
+        return nearpeak.Case(train, x, reset=clear)
+
+    sizes = shape_text(batch, channels, edge, edge)
+    if name not in ("separable", "pyramid", "dense", "towers"):
+        sizes = shape_text(
+            many if name in ("autoencoder", "bags and head", "perceptron of few") else batch, tokens, width
+        )
+    return f"{name} {run}{f' {kind}' if run == 'step' else ''} {short(dtype)} {sizes} depth {depth}", build
+
+
+class GatedPool(nn.Module):
+    """A gated recurrent network and a classifier on its last state."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.GRU(width, width, layers, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.recurrent(x)[0][:, -1])
+
+
 FAMILIES: Mapping[str, Callable[[Draw], Drawn]] = {
     function.__name__: function
     for function in (
         pointwise, cast, reduction, normalization, loss, indexing, scan, sorting, movement, creation, matrix, attention,
-        convolution, pooling, recurrent, fourier, optimizer, model,
+        convolution, pooling, recurrent, fourier, optimizer, model, activation, contraction, selection, resizing,
+        factorization, spatial, composite, network,
     )
 }  # fmt: skip

@@ -38,6 +38,8 @@ from nearpeak.measure.statistics import median
 FAST = {"max_seconds": 0.05, "warmup_seconds": 0.01, "min_blocks": 6, "precision": 0.02, "other_kinds": False}
 MOST_KERNELS = 400
 """Kernels of a call that are written down one by one."""
+MODELS = ("model", "network")
+"""Families that are timed by the host's clock."""
 NEAR, FAR = 1.25, 2.0
 
 
@@ -63,12 +65,12 @@ def measure(drawn: DrawnCase) -> dict[str, Any]:
             case.reset()
         case.call()
 
-    if drawn.family == "model":
+    if drawn.family in MODELS:
         row["host_enqueue"] = host_enqueue_seconds()
     kernels = profile_calls(call, 2, synchronize=torch.cuda.synchronize)[-1]
     row["kernels"] = [[kernel.name[:90], round(kernel.seconds * 1e6, 2)] for kernel in kernels[:MOST_KERNELS]]
     row["kernel_count"] = len(kernels)
-    if drawn.family in ("model", "optimizer", "recurrent"):
+    if drawn.family in (*MODELS, "optimizer", "recurrent"):
         for kind in ("pipelined", "enqueue"):
             sampler = WallSampler(device, case.call, kind, call_seconds=max(timing.seconds, 5e-5), reset=case.reset)
             sampler.block()
@@ -162,7 +164,7 @@ def measured_and_expected(row: dict[str, Any], estimate: nearpeak.Estimate) -> t
     Where the host cannot launch ahead of the device, as with the thousands of kernels of some recurrent networks,
     `bench` has a wall time alone.
     """
-    if row["family"] == "model":
+    if row["family"] in MODELS:
         return row["pipelined"], estimate.expected_s
     if row["kind"] == "latency":
         return row["seconds"], estimate.expected_s

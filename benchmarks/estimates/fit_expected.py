@@ -27,6 +27,7 @@ import torch
 import nearpeak
 from benchmarks.estimates import soundness
 from benchmarks.estimates.expected_cases import draw_case
+from benchmarks.estimates.expected_families import MODELS
 from nearpeak.bound.dataflow import touches_in
 from nearpeak.bound.expected import SHORTEST_KERNEL
 from nearpeak.bound.floors import written_times
@@ -60,9 +61,10 @@ GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
         "batch_norm_backward", "cudnn_batch_norm", "cudnn_batch_norm_backward",
     ),
     ("loss",): ("picked", "loss"),
-    ("indexing",): ("rows", "scattered", "embedding_backward"),
+    ("indexing", "selection"): ("rows", "scattered", "embedding_backward", "selected", "bags"),
     ("scan", "sorting"): ("scan", "sort", "topk"),
-    ("pooling",): ("pooling",),
+    ("factorization",): ("factorization", "distance"),
+    ("pooling", "resizing"): ("pooling",),
     ("recurrent",): ("recurrent",),
     ("fourier", "optimizer"): ("fourier", "foreach", "fused"),
     ("attention",): (
@@ -107,7 +109,7 @@ def rows_of(files: Sequence[Path], machine: Machine) -> Iterator[Row]:
         result = json.loads(file.read_text())
         for row in result["rows"]:
             drawn = draw_case(result["seed"], row["family"], row["number"])
-            if "error" in row or drawn.name != row["name"] or row["kind"] == "latency" or row["family"] == "model":
+            if "error" in row or drawn.name != row["name"] or row["kind"] == "latency" or row["family"] in MODELS:
                 continue
             if "NO_KERNELS" in row["flags"]:
                 continue

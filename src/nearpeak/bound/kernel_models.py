@@ -264,7 +264,8 @@ def stores_unchanged(op: Op) -> bool:
 def _form(op: Op) -> str:
     """How an elementwise kernel reaches its operands."""
     order = access_order(op)
-    if not order and op.packet in _ONE_BY_ONE:
+    lone = _elements(*op.written) > 1 and any(tensor.elements == 1 for tensor in op.inputs)
+    if not order and (op.packet in _ONE_BY_ONE or lone):  # one number on the device is broadcast as a row is
         order = "permuted"
     if order:
         return order
@@ -350,6 +351,12 @@ def _masked_copy(kernel: Kernel) -> float:
     return copied + kernel["gpu.gap"] + _pass(kernel, _form(kernel.op), writes=size)
 
 
+@model("aten.diag_embed")
+def _diagonal(kernel: Kernel) -> float:
+    """A fill, and a copy onto the diagonal."""
+    return _fill(kernel) + kernel["gpu.gap"] + kernel["permuted.fixed"]
+
+
 @model("aten.constant_pad_nd")
 def _pad(kernel: Kernel) -> float:
     """A fill, and a copy into the middle."""
@@ -408,7 +415,8 @@ def _lines(tensor: Tensor, dims: Any) -> _Lines:
         along = {int(dim) % max(1, rank) for dim in (dims if isinstance(dims, (tuple, list)) else (dims,))}
     length = math.prod(tensor.shape[dim] for dim in along if dim < rank)
     # What varies faster in memory than all of the reduced dimensions.
-    step = min((tensor.strides[dim] for dim in along if dim < rank and tensor.shape[dim] > 1), default=1)
+    steps = [(tensor.shape[dim] == 1, tensor.strides[dim]) for dim in along if dim < rank]
+    step = min(steps, default=(True, 1))[1]
     inner = math.prod(tensor.shape[dim] for dim in range(rank) if dim not in along and 0 < tensor.strides[dim] < step)
     others = math.prod(tensor.shape[dim] for dim in range(rank) if dim not in along)
     return _Lines(
@@ -448,8 +456,6 @@ class _Layout:
 
     values: float
     """Elements that a thread reads, one after the other."""
-    loads: int
-    """How many of them it has in flight."""
     blocks: float
     beside: float
     """Blocks on a multiprocessor."""
@@ -472,11 +478,10 @@ def _layout(lines: _Lines, processors: int) -> _Layout:
     results = lines.outer * lines.inner
     vector = 1
     if rows:
-        loads = 4 if results > 1 or lines.length <= 128 else 16
-        across, down = (lines.length if loads == 4 else lines.length // 4), results
+        whole = results == 1 and lines.length > 128
+        across, down = (lines.length // _LOADS if whole else lines.length), results
     else:
         vector = 4 if lines.inner % 4 == 0 else 2 if lines.inner % 2 == 0 else 1
-        loads = 4
         across, down = results // vector, lines.length
     most = 512 // vector
     width, height = (min(most, 1 << max(0, int(math.log2(max(1, size))))) for size in (across, down))
@@ -500,7 +505,6 @@ def _layout(lines: _Lines, processors: int) -> _Layout:
         values /= parts
     return _Layout(
         values=max(1.0, values),
-        loads=loads,
         blocks=blocks * parts,
         beside=beside,
         stages=stages,
@@ -510,8 +514,9 @@ def _layout(lines: _Lines, processors: int) -> _Layout:
     )
 
 
+_LOADS = 4
+"""Elements that a thread reads in a step, of at most `_STEP_BYTES` of a row."""
 _STEP_BYTES = 16
-"""What a thread reads in a step, of rows."""
 
 
 def _reduce(kernel: Kernel, lines: _Lines, cycles: float, step: float = 1.0, exchange: float = 1.0) -> float:
@@ -523,7 +528,7 @@ def _reduce(kernel: Kernel, lines: _Lines, cycles: float, step: float = 1.0, exc
     memory = kernel.memory(writes=0.0) * kernel["reduction.bytes"]
     waves = layout.blocks / (kernel.gpu.processors * layout.beside)
     waves = math.ceil(waves) if waves <= 2 else waves
-    steps: float = math.ceil(layout.values / layout.loads)
+    steps: float = math.ceil(layout.values / _LOADS)
     if lines.inner == 1:
         steps = max(steps, layout.values * lines.item / _STEP_BYTES)
     block = kernel["reduction.block"] + layout.stages * kernel["reduction.stage"] * exchange
@@ -818,8 +823,13 @@ def _picked_steps(rows: int) -> int:
 
 @model("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 def _picked(kernel: Kernel) -> float:
-    """One block adds up one element of each row."""
-    return kernel["picked.fixed"] + _picked_steps(kernel.op.inputs[1].elements) * kernel["picked.step"]
+    """One block adds up one element of each row; of images, blocks of 1024 threads those of some places each."""
+    target = kernel.op.inputs[1]
+    if "2d" in kernel.op.packet:
+        places = target.elements / max(1, target.shape[0])
+        blocks = max(1, math.ceil(places / 1024) // 128)
+        return kernel["picked.fixed"] + math.ceil(places / blocks / 1024) * kernel["picked.step"]
+    return kernel["picked.fixed"] + _picked_steps(target.elements) * kernel["picked.step"]
 
 
 @model("aten.nll_loss_backward", "aten.nll_loss2d_backward")
@@ -857,7 +867,13 @@ def _rows_taken(kernel: Kernel) -> float:
     index = [tensor for tensor in op.inputs if tensor is not table]
     count = max((int(tensor.bytes / tensor.item_bytes) for tensor in index), default=1)
     width = out.elements / max(1, count)
-    memory = kernel.memory(reads=out.bytes + sum(tensor.bytes for tensor in index), writes=out.bytes)
+    # A row that is taken again comes from the cache.
+    first = min(out.bytes, table.bytes) + sum(tensor.bytes for tensor in index)
+    again = max(0.0, out.bytes - table.bytes)
+    memory = kernel.memory(reads=first, writes=out.bytes) + again / kernel.gpu.cache_bandwidth
+    chosen = _selected(kernel) if any(tensor.dtype == "bool" for tensor in index) else 0.0
+    if chosen:
+        return chosen + kernel["rows.unaligned"] + memory
     if (width * out.item_bytes) % 16 == 0:
         return kernel["rows.fixed"] + _both(memory, kernel.cycles(count * kernel["rows.row"]))
     return kernel["rows.unaligned"] + _both(memory, kernel.cycles(out.elements * kernel["rows.element"]))
@@ -871,15 +887,21 @@ def _scattered(kernel: Kernel) -> float:
     index = [tensor for tensor in op.inputs if tensor.dtype in ("int64", "int32")]
     count = max((tensor.elements for tensor in index), default=0)
     sources = [tensor for tensor in op.inputs if tensor not in index]
-    if name in ("index_add", "index_copy", "index_put", "_index_put_impl", "index_fill"):
+    if name in ("nonzero", "argwhere", "masked_select", "masked_scatter"):
+        return _selected(kernel) + (kernel["vector.fixed"] + kernel.memory() if name.startswith("masked") else 0.0)
+    if name == "index_fill":
+        count *= sources[0].elements // max(1, sources[0].shape[op.arguments["dim"]])
+    elif name.startswith(("index_", "_index_put", "_unsafe_index_put")):
         count = max((tensor.elements for tensor in sources[1:]), default=count)
     elif op.outputs and name in ("gather", "take"):
         if index and index[0].strides and index[0].strides[-1] == 0 and index[0].shape[-1] > 1:
             return _rows_taken(kernel)  # one index for each row
         count = op.outputs[0].elements
     table = max((tensor.bytes for tensor in sources), default=0.0)
-    cycles = kernel.get(f"scattered.{name}", kernel["scattered.element"])
-    fixed = kernel.get(f"scattered.{name}_fixed", kernel["scattered.fixed"])
+    if "index_put" in name and op.arguments.get("accumulate"):
+        return _sorted_sums(kernel, count, index)
+    like = _SCATTERED_LIKE.get(name, "index_put")
+    cycles, fixed = kernel[f"scattered.{like}"], kernel[f"scattered.{like}_fixed"]
     if name == "scatter" and "src" not in op.arguments:  # one value, which no element fetches
         fixed = kernel["scattered.value_fixed"]
     if name in ("gather", "scatter", "scatter_add"):  # a thread has up to 8 elements, one after the other
@@ -891,10 +913,51 @@ def _scattered(kernel: Kernel) -> float:
         return fixed + _both(moved / kernel.gpu.bandwidth, kernel.cycles(count * cycles))
     if name in ("gather", "scatter", "scatter_add", "put") and table > kernel["scattered.cached"]:
         seconds += count * kernel["scattered.far"] / kernel.gpu.bandwidth  # each access fetches a line from memory
+    if like == "scatter_add":  # an addition in memory is slower than that
+        missed = max(0.0, 1 - kernel["scattered.cached"] / max(1.0, sources[0].bytes))
+        seconds += missed * count * kernel["scattered.far_sum"] / kernel.gpu.bandwidth
     whole = [tensor for tensor in op.outputs if not op.mutated and name not in ("gather", "take")]
     for tensor in whole:  # out of place: the table is copied first
         seconds += kernel["vector.fixed"] + kernel.memory(reads=tensor.bytes, writes=tensor.bytes)
     return seconds
+
+
+_SCATTERED_LIKE = {
+    **{name: name for name in ("gather", "scatter", "scatter_add", "take", "index_add", "index_copy")},
+    "scatter_reduce": "scatter_add", "index_reduce": "index_add", "index_fill": "index_copy",
+}  # fmt: skip
+"""Whose kernel that of an operator is like; others are like `index_put`."""
+
+
+def _selected(kernel: Kernel) -> float:
+    """What a mask selects: its elements are counted, the host waits for their number, and their places are written."""
+    places = sum(tensor.elements for tensor in kernel.op.inputs if tensor.dtype == "bool")
+    places = places or _elements(*kernel.op.inputs)
+    return kernel["selected.fixed"] + 2 * kernel.memory(writes=0.0) + kernel.cycles(places * kernel["selected.element"])
+
+
+def _sorted_sums(kernel: Kernel, count: int, index: Sequence[Tensor]) -> float:
+    """Sums by index in a fixed order: the indices are sorted first."""
+    rows = max((tensor.elements for tensor in index), default=1)
+    return (
+        kernel["scattered.sort"]
+        + rows * kernel["embedding_backward.sorted"]
+        + _both(kernel.memory(), kernel.cycles(count * kernel["embedding_backward.element"]))
+    )
+
+
+@model("aten._embedding_bag", "aten._embedding_bag_forward_only", "aten.embedding_bag")
+def _bags(kernel: Kernel) -> float:
+    """Threads for the columns of each bag, which add up its rows one after the other."""
+    op = kernel.op
+    table, count = op.tensor("weight"), op.tensor("indices").elements
+    bags = max(1, op.outputs[0].shape[0])
+    width = table.shape[-1]
+    read = count * width * table.item_bytes
+    first, again = min(read, table.bytes), max(0.0, read - table.bytes)
+    memory = kernel.memory(reads=first) + again / kernel.gpu.cache_bandwidth
+    waves = max(1.0, bags * math.ceil(width / 32) / (kernel.gpu.processors * 64))
+    return kernel["bags.fixed"] + max(memory, waves * count / bags * kernel["bags.step"])
 
 
 @model("aten.embedding_dense_backward")
@@ -982,7 +1045,7 @@ def _sort(kernel: Kernel) -> float:
 def _topk(kernel: Kernel) -> float:
     """A block for each row looks for the threshold digit by digit; many blocks where rows are long or many."""
     op = kernel.op
-    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
+    lines = _lines(op.inputs[0], op.arguments.get("dim", None if op.packet == "aten.median" else -1))
     rows = lines.elements / lines.length
     count = int(op.arguments.get("k", 1))
     after = _block_sort(kernel, rows, count, lines.item) if 1 < count <= 4096 and "topk" in op.packet else 0.0
@@ -1003,6 +1066,130 @@ def _topk(kernel: Kernel) -> float:
     return after + kernel["topk.fixed"] + waves * block
 
 
+_SLOW_MODE = 2048
+"""The most frequent value of longer rows is found row after row, each by a sort of its own."""
+
+
+@model("aten.mode")
+def _mode(kernel: Kernel) -> float:
+    """A sort of each row by a block, or by kernels of its own."""
+    lines = _lines(kernel.op.inputs[0], kernel.op.arguments.get("dim", -1))
+    rows = lines.elements / lines.length
+    if lines.length > _SLOW_MODE:
+        return rows * kernel["sort.long_row"]
+    return kernel["sort.before"] + _block_sort(kernel, rows, lines.length, lines.item)
+
+
+@model("aten._unique2", "aten._unique", "aten.randperm", "aten.histc", "aten.bincount")
+def _sorted_apart(kernel: Kernel) -> float:
+    """A sort of all elements, and passes over them; a histogram has passes alone. The host waits for their number."""
+    op = kernel.op
+    count = _elements(*op.inputs) or _elements(*op.outputs)
+    if op.packet in ("aten.histc", "aten.bincount"):
+        return kernel["selected.fixed"] + 3 * kernel.memory()
+    item = min((tensor.item_bytes for tensor in op.inputs), default=4.0)
+    fixed = kernel["sort.long_fixed"] + item * kernel["sort.digit"]
+    if op.packet != "aten.randperm":
+        fixed += kernel["selected.fixed"]
+    return fixed + 2 * kernel.memory() + kernel.cycles(count * kernel["sort.long_element"] * item)
+
+
+@model("aten.searchsorted", "aten.bucketize")
+def _searched(kernel: Kernel) -> float:
+    """Each value halves the sorted sequence until it is found."""
+    ordered = kernel.op.tensor("sorted_sequence" if "search" in kernel.op.packet else "boundaries")
+    steps = math.log2(max(2, ordered.shape[-1]))
+    waves = max(1.0, _elements(*kernel.op.outputs) / (kernel.gpu.processors * 2048))
+    return kernel["vector.fixed"] + max(kernel.memory(), waves * steps * kernel["selected.step"])
+
+
+@model("aten.multinomial")
+def _multinomial(kernel: Kernel) -> float:
+    """The largest of the probabilities, each divided by a random number, after checks of them by the host."""
+    source = kernel.op.inputs[0]
+    passes = 6 * kernel.memory(reads=source.bytes, writes=0.0)
+    return kernel["selected.fixed"] + 8 * (kernel["reduction.parts"] + kernel["gpu.gap"]) + passes
+
+
+@model("aten._cdist_forward", "aten._pdist_forward")
+def _distances(kernel: Kernel) -> float:
+    """A block of 256 threads for each pair of points."""
+    pairs, width = _elements(*kernel.op.outputs), kernel.op.inputs[0].shape[-1]
+    block = kernel["distance.block"] + math.ceil(width / 256) * kernel["distance.step"]
+    waves = max(1.0, pairs / (kernel.gpu.processors * 8))
+    return kernel["vector.fixed"] + _both(kernel.memory(), waves * block)
+
+
+@model("aten._euclidean_dist")
+def _distances_by_product(kernel: Kernel) -> float:
+    """A product of the points and their squares, put together by small kernels, and two passes over the result."""
+    op = kernel.op
+    first, second = op.inputs[:2]
+    m, n, k = first.shape[-2], second.shape[-2], first.shape[-1] + 2
+    batch = op.outputs[0].elements // max(1, m * n)
+    small = 10 * (kernel["vector.fixed"] + kernel["gpu.gap"]) + 3 * kernel.memory(writes=first.bytes + second.bytes)
+    dtype = _dtype(kernel)
+    engine = _engine(kernel, dtype)
+    product = kernel[f"matrix_{engine}.fixed"] + _product(kernel, batch, m, n, k, dtype, kind=f"matrix_{engine}")
+    passes = 2 * (kernel["vector.fixed"] + 2 * op.outputs[0].bytes / kernel.gpu.bandwidth)
+    return small + max(product, op.outputs[0].bytes / kernel.gpu.bandwidth) + passes
+
+
+_FACTORIZED: Mapping[str, tuple[str, int, int]] = {
+    "linalg_cholesky_ex": ("cholesky", 0, 0), "cholesky": ("cholesky", 0, 0), "linalg_lu_factor_ex": ("lu", 0, 0),
+    "linalg_lu": ("lu", 0, 0), "_linalg_det": ("lu", 0, 6), "_linalg_slogdet": ("lu", 0, 8),
+    "_linalg_solve_ex": ("lu", 2, 2), "linalg_inv_ex": ("lu", 2, 2), "linalg_lu_solve": ("", 2, 2),
+    "cholesky_solve": ("", 2, 1), "_cholesky_solve_helper": ("", 2, 1), "cholesky_inverse": ("", 2, 1),
+    "linalg_solve_triangular": ("", 1, 0), "triangular_solve": ("", 1, 0), "linalg_qr": ("qr", 0, 4),
+    "geqrf": ("reflectors", 0, 0), "linalg_householder_product": ("reflectors", 0, 0), "linalg_lstsq": ("qr", 1, 4),
+    "_linalg_eigh": ("eigh", 0, 1), "_linalg_svd": ("svd", 0, 4), "linalg_pinv": ("svd", 0, 10),
+}  # fmt: skip
+"""By operator: the factorization, how many triangular systems are solved, and how many small kernels there are."""
+
+
+@model(*(f"aten.{name}" for name in _FACTORIZED))
+def _factorized(kernel: Kernel) -> float:
+    """Columns that follow each other, beside products at a low rate; for eigenvalues, rotations of each two columns.
+
+    A column waits for the one before it, in a batch as much as alone; a multiprocessor has few matrices of a batch at
+    once.
+    """
+    op = kernel.op
+    kind, systems, small = _FACTORIZED[op.packet.removeprefix("aten.")]
+    square = next((tensor for tensor in op.inputs if len(tensor.shape) > 1), None)
+    if square is None:
+        return _stream(kernel)
+    columns = min(square.shape[-2:])
+    batch = square.elements // max(1, math.prod(square.shape[-2:]))
+    turns = max(1.0, batch / (2 * kernel.gpu.processors))
+    seconds = small * (kernel["vector.fixed"] + kernel["gpu.gap"])
+    if kind:
+        seconds += kernel["factorization.fixed"]
+        apart = batch > 1 and kind in ("eigh", "svd", "qr") and columns > _TOGETHER  # one matrix after the other
+        column = kernel[f"factorization.{kind}"] + columns * kernel.get(f"factorization.{kind}_rotation", 0.0)
+        seconds += columns * column * (batch if apart else turns)
+    seconds += systems * (kernel["factorization.fixed"] + columns * kernel["factorization.system"] * turns)
+    flops = sum(kernel.cost.product_flops.values()) / (kernel["factorization.rate"] * kernel.gpu.vector)
+    return seconds + flops + kernel.memory()
+
+
+_TOGETHER = 32
+"""Matrices of a batch with more columns are decomposed one after the other where no batched kernel exists."""
+
+
+@model("aten.linalg_matrix_exp")
+def _exponential(kernel: Kernel) -> float:
+    """Powers of the matrix up to the eighteenth by five products, and squares; the host waits for the norms."""
+    source = kernel.op.inputs[0]
+    size = source.shape[-1]
+    batch = source.elements // max(1, size * size)
+    engine = _engine(kernel, source.dtype)
+    product = _product(kernel, batch, size, size, size, source.dtype, kind=f"matrix_{engine}")
+    moved = 3 * source.bytes / kernel.gpu.bandwidth
+    passes = 30 * (kernel["vector.fixed"] + kernel["gpu.gap"] + moved)
+    return kernel["selected.fixed"] + passes + 8 * (kernel[f"matrix_{engine}.fixed"] + max(product, moved))
+
+
 @model("pooling")
 def _pooling(kernel: Kernel) -> float:
     """A thread for each result, whose taps it reads one by one; backward a thread for each gradient of the input."""
@@ -1014,10 +1201,14 @@ def _pooling(kernel: Kernel) -> float:
     dimensions = 3 if "3d" in name else 1 if "1d" in name else 2
     if "upsample" in name:
         kind = "linear" if "linear" in name or "cubic" in name else "nearest"
-        if kind == "linear" and not backward and dimensions == 2 and out.strides[1] != 1:
+        if kind == "linear" and not backward and (dimensions != 2 or out.strides[1] != 1):
             # A thread for each place of an image goes through all images and channels.
             planes, places = math.prod(out.shape[:2]), math.prod(out.shape[2:])
             waves = math.ceil(places / (kernel.gpu.processors * 1024))
+            if "bilinear" not in name or name.endswith("_aa"):
+                planes *= kernel[
+                    "pooling.cubic" if "cubic" in name or name.endswith("_aa") else f"pooling.linear_{dimensions}"
+                ]
             return kernel["pooling.fixed"] + max(kernel.memory(), waves * planes * kernel["pooling.plane"])
         many = source if backward else out
         cycles = kernel[f"pooling.{kind}{'_backward' * backward}"]
@@ -1036,10 +1227,13 @@ def _pooling(kernel: Kernel) -> float:
             cycles = kernel["pooling.adaptive_plane"] + taps * kernel["pooling.adaptive_tap"]
             blocks = kernel.cycles(math.prod(source.shape[:2]) * cycles)
             return kernel["pooling.fixed"] + _both(kernel.memory(), max(blocks, taps * kernel["pooling.adaptive_wait"]))
-        cycles = kernel["pooling.adaptive"]
-        if many.item_bytes < 4:  # additions by atomics, which compare and swap in 16 bits
-            cycles = kernel["pooling.adaptive_atomic"]
-        return kernel["pooling.fixed"] + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
+        work = kernel.cycles(many.elements * kernel["pooling.adaptive"])
+        windows = zip(out.shape[2:], source.shape[2:], strict=True)
+        if many.item_bytes < 4:  # additions by atomics, which compare and swap in 16 bits, one after the other
+            taps = math.prod(math.ceil(size / few) for size, few in windows)
+            waves = max(1.0, math.prod(source.shape) / (kernel.gpu.processors * 2048))
+            work = max(work, waves * taps * kernel["pooling.adaptive_atomic"])
+        return kernel["pooling.fixed"] + _both(kernel.memory(), work)
     window = _by_dimension(op.arguments.get("kernel_size", 2), dimensions)
     stride = _by_dimension(op.arguments.get("stride") or window, dimensions)
     taps = math.prod(window)
@@ -1138,6 +1332,10 @@ def _network(op: Op, constants: Constants) -> _Network:
     )
 
 
+_REGISTERS = 2**16
+"""Registers of a multiprocessor, of 4 bytes each."""
+
+
 @model("recurrent")
 def _recurrent(kernel: Kernel) -> float:
     """Steps after each other: by one kernel for each layer where the weights stay on the chip, else some per step."""
@@ -1147,6 +1345,8 @@ def _recurrent(kernel: Kernel) -> float:
         # Sequences are spread over multiprocessors, each of which goes through all weights.
         step = kernel["recurrent.resident_step"] + network.matrix * kernel["recurrent.resident_weight"] / gpu.clock
         step += network.batch * kernel["recurrent.resident_sequence"]
+        if network.matrix >= _REGISTERS:  # more weights than registers
+            step += network.matrix * kernel["recurrent.spilled_weight"] / gpu.clock
     else:
         stored = network.matrix * source.item_bytes
         fits = stored * network.chains < kernel["recurrent.cached"]
@@ -1154,6 +1354,8 @@ def _recurrent(kernel: Kernel) -> float:
         step = kernel["recurrent.stepped_step"] + kernel["recurrent.step_alone"] / network.chains
         step += stored / (gpu.cache_bandwidth if fits else gpu.bandwidth)
     layer = kernel["recurrent.layer"]
+    if network.resident and network.matrix >= _REGISTERS:
+        layer += network.matrix * kernel["recurrent.spilled_load"] / gpu.clock
     if "backward" in op.packet:
         step *= kernel["recurrent.backward"]
         layer *= kernel["recurrent.backward_layer"]
@@ -1209,6 +1411,8 @@ def _fourier(kernel: Kernel) -> float:
     points = min(2 * _WHOLE_CHIP, size if "c2c" in op.packet else size // 2)
     block = len(dims) * points * kernel["fourier.point"]
     memory = passes * turned * kernel.memory() * kernel["fourier.bytes"]
+    if points >= 2 * _WHOLE_CHIP and prime <= 7:  # two kernels, each of which transforms one factor of the length
+        return fixed + kernel["fourier.fixed"] + kernel["gpu.gap"] + 2 * memory
     if points < _WHOLE_CHIP or prime > 7:
         return fixed + max(block, memory)
     rows = op.inputs[0].elements / length
@@ -1386,6 +1590,24 @@ _ROWS_LIKE_ONE = 4
 """So few rows are multiplied as a vector is, where no matrix engine does it."""
 
 
+_LARGE_K = 128
+"""A shorter contraction is not taken in parts."""
+
+
+def _copied_first(kernel: Kernel) -> float:
+    """A whole matrix that is added to a product is copied into the result before."""
+    op = kernel.op
+    if op.packet not in ("aten.addmm", "aten.baddbmm") or len(op.inputs[0].shape) < 2 or op.mutated:
+        return 0.0
+    size = op.outputs[0].bytes
+    return kernel["vector.fixed"] + kernel.memory(reads=op.inputs[0].bytes, writes=size) + kernel["gpu.gap"]
+
+
+def _adds_bias(op: Op) -> bool:
+    """Whether a product adds a row to its result, which cuBLAS does in the kernel that stores it."""
+    return op.packet == "aten.addmm" and len(op.inputs[0].shape) == 1
+
+
 @model("matrix")
 def _matrix(kernel: Kernel) -> float:
     """Tiles over multiprocessors, beside the bytes of the three matrices."""
@@ -1418,7 +1640,13 @@ def _matrix(kernel: Kernel) -> float:
     if dtype == "int8":
         compute /= kernel["matrix.integers"]
     fixed = kernel[f"matrix_{engine}.fixed"] + (kernel["matrix.unaligned_fixed"] if aligned < 4 else 0.0)
-    return fixed + _both(memory, compute, sharpness=_SHARPNESS[engine])
+    if engine == "vector" and _adds_bias(kernel.op) and k >= _LARGE_K:
+        tiles = batch * math.ceil(m / 32) * math.ceil(n / 32)
+        if tiles < kernel.gpu.processors:  # parts of the contraction, with a scaling before and an epilogue after them
+            flops = 2.0 * batch * m * n * k / (kernel["matrix.parts_rate"] * kernel.gpu.vector)
+            fixed = kernel["matrix.parts_fixed"] + k * kernel["matrix.parts_step"]
+            compute = max(compute, flops)
+    return _copied_first(kernel) + fixed + _both(memory, compute, sharpness=_SHARPNESS[engine])
 
 
 _SHARPNESS = {"narrow": 4.0, "wide": 1.3, "vector": 4.0}
@@ -1456,8 +1684,13 @@ def _convolution(kernel: Kernel) -> float:
     met = max(1.0, sum(kernel.cost.product_flops.values()) / 2 / max(1, sum(map(bool, mask[:2])) if backward else 1))
     wide = many.elements // max(1, inner)
     spread = (wide, channels, math.ceil(met / groups / (wide * channels)))
-    gather = (results, outer // groups, padded * taps)
+    steps = (
+        math.ceil(padded / _TAP_DEPTH) * _TAP_DEPTH if taps > 1 and pad <= channels and engine != "vector" else padded
+    )
+    gather = (results, outer // groups, steps * taps)
     packed = groups > 1 and _packs(channels, outer // groups)
+    if packed and engine == "narrow" and not last and channels < _FEWEST_TURNED:
+        packed = False
     if packed:  # tiles along the diagonal of a product of all groups, where most factors are zero
         spread = (wide, inner, math.ceil(met / wide / inner * _PACKED_CHANNELS / channels))
         gather = (results, outer, _PACKED_CHANNELS * taps)
@@ -1506,6 +1739,10 @@ def _convolution(kernel: Kernel) -> float:
             product = waves * math.ceil(k / 64) * kernel["convolution.patch_step"]
         if channels < pad and not backward and not patches and not packed:
             product *= kernel["convolution.thin"]
+        if packed and shape is weights:  # a kernel without the matrix engine, for all groups
+            work = outer // groups * inner * taps * results
+            seconds += max(fixed + kernel.cycles(work * kernel["convolution.grouped_weights"]), memory)
+            continue
         if many_taps and shape is weights:
             padded_m = math.ceil(m / 256) * 256  # its tiles have 256 rows
             product = max(product, kernel.cycles(2.0 * padded_m * n * k / kernel["convolution.weights_of_many_taps"]))
@@ -1515,7 +1752,7 @@ def _convolution(kernel: Kernel) -> float:
             product *= kernel["convolution.wide_weights"]
         if matrix and groups == 1:
             seconds += fixed + _both(memory, product, sharpness=_SHARPNESS[engine])
-        elif groups == 1 or (packed and shape is not weights):
+        elif groups == 1 or packed:
             seconds += max(fixed + product, memory)
         else:
             between = kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
@@ -1533,6 +1770,10 @@ def _convolution(kernel: Kernel) -> float:
 
 _SMALLEST_EDGE = 32
 """The shorter edge of the smallest tiles that implicit products have on the matrix engine; the other one is longer."""
+_TAP_DEPTH = 32
+"""Channels of a tap in a step along the contraction, which is not across two taps."""
+_FEWEST_TURNED = 4
+"""Groups of fewer channels are not turned around in 16 bits: a kernel without the matrix engine computes each group."""
 _PACKED_CHANNELS = 64
 """Channels along the contraction of a tile that holds several groups."""
 _MASKED_TAPS = 32
@@ -1583,6 +1824,8 @@ def _depthwise(kernel: Kernel, results: int, taps: int, *, last: bool, strided: 
         of_cudnn = (taps * kernel["depthwise.direct_tap"] if direct else cycles, cycles)
         passes = [one for one, wanted in zip(own_cycles if own else of_cudnn, mask, strict=False) if wanted]
     fixed = kernel["depthwise.fixed"] * (2 * len(passes) if any(mask) else 1)
+    if last and strided and kernel.op.inputs[0].item_bytes < 4:
+        fixed += kernel["depthwise_last.strided_fixed"]
     return fixed + sum(_both(kernel.memory(), kernel.cycles(results * cycles), waits) for cycles in passes)
 
 
