@@ -259,6 +259,8 @@ def main() -> None:
         return
     for families, groups in GROUPS.items():
         own = [row for row in rows if row.family in families]
+        if not own:
+            continue
         fit(groups, own, machine, data["constants"])
         near, far = near_and_far(own, machine, data["constants"])
         share = f"{near / len(own):.0%} within 25 %, {far / len(own):.0%} within 2 times"

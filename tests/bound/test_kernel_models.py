@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 import nearpeak
-from benchmarks.estimates.expected_families import score, shares, with_host_of
+from benchmarks.estimates.expected_cases import FAMILIES, draw_case
+from benchmarks.estimates.expected_families import fake_estimate, score, shares, with_host_of
 from nearpeak.bound.expected import Expectation
 from nearpeak.bound.kernel_models import Gpu, kernel_constants, list_seconds
 from nearpeak.machines import catalogue
@@ -547,3 +548,188 @@ def test_channels_last_pooling_has_instructions_of_its_own():
     assert last > 1.3 * first
     adaptive = lambda x: functional.adaptive_avg_pool2d(x, 7)  # noqa: E731
     assert pooled(adaptive, torch.channels_last, (1, 512, 14, 14)) == pytest.approx(31.5e-6, rel=0.35)
+
+
+HALF = torch.float16
+
+
+def integers(limit, *shape):
+    return torch.randint(limit, shape, device="cuda")
+
+
+def channels_last(*shape, dtype):
+    return randn(*shape, dtype=dtype).to(memory_format=torch.channels_last)
+
+
+def pooled_gradient(function, *shape, dtype=BF16):
+    def build():
+        x = randn(*shape, dtype=dtype).requires_grad_()
+        result = function(x)
+        gradient = torch.randn_like(result)
+        return lambda: torch.autograd.grad(result, x, gradient, retain_graph=True)
+
+    return lambda: (build(),)
+
+
+def recurrent(kind, inner, hidden, steps, batch, dtype, **options):
+    def build():
+        network = getattr(torch.nn, kind)(inner, hidden, batch_first=True, **options).to("cuda", dtype)
+        return torch.no_grad()(lambda x: network(x)[0]), randn(batch, steps, inner, dtype=dtype)
+
+    return build
+
+
+MEASURED = {
+    "one number on the device": (
+        3.05e-6, lambda: (torch.div, randn(1, 8192), randn(1, 1))
+    ),
+    "a norm by one block, 4 elements at a time": (
+        16.5e-6, lambda: (torch.linalg.vector_norm, randn(78001, dtype=HALF))
+    ),
+    "a scan of single elements": (
+        1.0e-6, lambda: (lambda x: x.cumsum(0), randn(1, 16, dtype=HALF))
+    ),
+    "rows that are taken again": (
+        11.5e-6, lambda: (torch.index_select, randn(593, 1792, dtype=FP32), 0, integers(593, 5011))
+    ),
+    "sums in memory": (
+        428e-6,
+        lambda: (lambda t, i, s: t.scatter_add_(0, i, s), randn(60448, 2304, dtype=HALF), integers(60448, 3279, 2304),
+                 randn(3279, 2304, dtype=HALF)),
+    ),
+    "sums by compare and swap": (
+        24.1e-6, pooled_gradient(lambda x: functional.adaptive_avg_pool2d(x, 7), 2, 32, 32, 32)
+    ),
+    "planes of a volume in blocks": (
+        9.9e-6, lambda: (lambda x: functional.avg_pool3d(x, 2), randn(4, 64, 14, 14, 14, dtype=FP32))
+    ),
+    "a transform by two kernels": (
+        9.1e-6, lambda: (torch.fft.fft, torch.complex(randn(10, 32768, dtype=FP32), randn(10, 32768, dtype=FP32)))
+    ),
+    "more weights than registers": (78e-6, recurrent("LSTM", 64, 128, 14, 4, HALF)),
+    "two directions": (834.6e-6, recurrent("GRU", 1024, 512, 84, 4, HALF, bidirectional=True)),
+    "parts with a bias": (
+        58.6e-6, lambda: (torch.addmm, randn(64, dtype=FP32), randn(1206, 3264, dtype=FP32),
+                          randn(64, 3264, dtype=FP32).t())
+    ),
+    "parts of a short contraction with a bias": (
+        15.2e-6, lambda: (torch.addmm, randn(64, dtype=FP32), randn(64, 128, dtype=FP32),
+                          randn(64, 128, dtype=FP32).t())
+    ),
+    "few channels of each tap": (
+        20.4e-6, lambda: (lambda x, w: functional.conv2d(x, w, padding=1),
+                          channels_last(8, 16, 112, 112, dtype=HALF), channels_last(64, 16, 3, 3, dtype=HALF))
+    ),
+    "strides of a depthwise convolution": (
+        8.5e-6, lambda: (lambda x, w: functional.conv2d(x, w, stride=2, padding=1, groups=16),
+                         channels_last(32, 16, 32, 32, dtype=HALF), channels_last(16, 1, 3, 3, dtype=HALF))
+    ),
+}  # fmt: skip
+"""Seconds on an H200 in draws 2 to 8, and the call."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_kernel_takes_what_one_like_it_took(name):
+    seconds, build = MEASURED[name]
+    assert expected(build) == pytest.approx(seconds, rel=0.4)
+
+
+def test_places_of_images_with_classes_are_spread_over_blocks():
+    scores = lambda: randn(8, 21, 128, 128)  # noqa: E731
+    places = expected(lambda: (functional.nll_loss, scores(), integers(21, 8, 128, 128)))
+    rows = expected(lambda: (functional.nll_loss, randn(8 * 128 * 128, 21), integers(21, 8 * 128 * 128)))
+    assert places < 0.25 * rows
+
+
+def test_a_gradient_of_a_resize_goes_through_all_images():
+    gradient = lambda images: expected(  # noqa: E731
+        pooled_gradient(lambda x: functional.interpolate(x, scale_factor=2), images, 128, 14, 14)
+    )
+    assert 21e-6 < gradient(32) < 84e-6  # 41.8 us on an H200
+    assert gradient(32) > 4 * gradient(4)
+
+
+def test_places_of_a_volume_go_through_all_planes():
+    volume = lambda planes: expected(  # noqa: E731
+        lambda: (lambda x: functional.interpolate(x, scale_factor=2, mode="trilinear"), randn(1, planes, 8, 8, 8))
+    )
+    assert volume(512) > 4 * volume(64)
+
+
+def test_columns_of_a_factorization_follow_each_other():
+    cholesky = lambda *shape: expected(lambda: (torch.linalg.cholesky, randn(*shape, dtype=FP32)))  # noqa: E731
+    assert cholesky(2048, 2048) == pytest.approx(1.95e-3, rel=0.3)  # as others measured on an H100
+    assert cholesky(512, 512) == pytest.approx(376e-6, rel=0.3)
+    assert cholesky(64, 128, 128) < 2 * cholesky(128, 128)  # beside each other
+    solve = lambda size: expected(  # noqa: E731
+        lambda: (torch.linalg.solve, randn(size, size, dtype=FP32), randn(size, 1, dtype=FP32))
+    )
+    assert solve(1024) > 3 * solve(256)
+
+
+def test_distances_have_a_block_for_each_pair_unless_they_are_a_product():
+    points = lambda: (randn(2048, 64, dtype=FP32), randn(2048, 64, dtype=FP32))  # noqa: E731
+    pairs = expected(lambda: (lambda x, y: torch.cdist(x, y, p=1.0), *points()))
+    assert 1e-3 < pairs < 20e-3
+    assert expected(lambda: (torch.cdist, *points())) < 0.05 * pairs
+
+
+def test_what_a_mask_selects_is_counted_by_the_host_first():
+    table, mask = (lambda: randn(1024, 512, dtype=FP32)), (lambda: randn(1024, 512) > 0)
+    chosen = expected(lambda: (torch.masked_select, table(), mask()))
+    assert chosen > 5 * expected(lambda: (torch.where, mask(), table(), table()))
+    filled = expected(lambda: (lambda t, i: t.index_fill_(0, i, 0.0), table(), integers(1024, 64)))
+    assert filled < 0.2 * chosen
+
+
+def test_sums_by_index_are_sorted_and_copies_are_not():
+    def put(accumulate):
+        call = lambda t, i, s: t.index_put_((i,), s, accumulate=accumulate)  # noqa: E731
+        return expected(lambda: (call, randn(1000, 64), integers(1000, 5000), randn(5000, 64)))
+
+    assert put(True) > 5 * put(False)
+
+
+def test_a_bag_adds_up_its_rows_one_after_the_other():
+    bags = lambda size: expected(  # noqa: E731
+        lambda: (functional.embedding_bag, integers(1000, 64, size), randn(1000, 64))
+    )
+    assert bags(1) < 20e-6
+    assert bags(256) > 3 * bags(1)
+
+
+def test_a_diagonal_is_a_fill_and_a_short_copy():
+    whole = expected(lambda: (torch.zeros_like, randn(4096, 4096, dtype=FP32)))
+    assert expected(lambda: (torch.diag, randn(4096, dtype=FP32))) < 1.4 * whole
+
+
+def test_a_matrix_that_is_added_is_copied_first():
+    a, b = (lambda: randn(64, 256, 128)), (lambda: randn(64, 128, 256))
+    plain = expected(lambda: (torch.bmm, a(), b()))
+    added = expected(lambda: (torch.baddbmm, randn(64, 256, 256), a(), b()))
+    copied = expected(lambda: (torch.clone, randn(64, 256, 256)))
+    assert added > plain + 0.8 * copied
+
+
+def test_the_median_of_all_is_a_sort():
+    x = lambda: randn(2**22, dtype=FP32)  # noqa: E731
+    assert expected(lambda: (torch.median, x())) == pytest.approx(281e-6, rel=0.3)
+    assert expected(lambda: (lambda x: torch.histc(x, 64), randn(2**24, dtype=FP32))) == pytest.approx(268e-6, rel=0.3)
+
+
+def test_groups_of_two_channels_are_one_kernel_each_where_the_channels_come_first():
+    def grouped(order):
+        convolve = lambda x, w: functional.conv2d(x, w, padding=1, groups=32)  # noqa: E731
+        data = lambda: randn(2, 64, 28, 28, dtype=HALF).to(memory_format=order)  # noqa: E731
+        return expected(lambda: (convolve, data(), randn(256, 2, 3, 3, dtype=HALF)))
+
+    assert grouped(torch.contiguous_format) == pytest.approx(225e-6, rel=0.5)
+    assert grouped(torch.contiguous_format) > 3 * grouped(torch.channels_last)
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_of_drawn_cases_has_an_expected_time(family):
+    result = fake_estimate(draw_case(1, family, 0), nearpeak.machine("h200-sxm"))
+    assert result.expected_s is not None
+    assert result.as_written_s <= result.expected_device_s < 1.0

@@ -870,7 +870,7 @@ def _rows_taken(kernel: Kernel) -> float:
     # A row that is taken again comes from the cache.
     first = min(out.bytes, table.bytes) + sum(tensor.bytes for tensor in index)
     again = max(0.0, out.bytes - table.bytes)
-    memory = kernel.memory(reads=first, writes=out.bytes) + again / kernel.gpu.cache_bandwidth
+    memory = _both(kernel.memory(reads=first, writes=out.bytes), again / kernel.gpu.cache_bandwidth)
     chosen = _selected(kernel) if any(tensor.dtype == "bool" for tensor in index) else 0.0
     if chosen:
         return chosen + kernel["rows.unaligned"] + memory
@@ -1025,8 +1025,11 @@ def _block_sort(kernel: Kernel, rows: float, length: int, item: float) -> float:
 @model("aten.sort", "aten.argsort", "aten.msort")
 def _sort(kernel: Kernel) -> float:
     """Rows of up to 4096 elements within a block, long ones by passes over the digits of all."""
-    op = kernel.op
-    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
+    return _sort_of(kernel, _lines(kernel.op.inputs[0], kernel.op.arguments.get("dim", -1)))
+
+
+def _sort_of(kernel: Kernel, lines: _Lines) -> float:
+    """A sort of some lines."""
     rows = lines.outer * lines.inner
     if lines.length <= 4096:  # values and places are copied and numbered first
         moved = lines.elements * (2 * lines.item + 3 * 8) / kernel.gpu.bandwidth
@@ -1045,7 +1048,9 @@ def _sort(kernel: Kernel) -> float:
 def _topk(kernel: Kernel) -> float:
     """A block for each row looks for the threshold digit by digit; many blocks where rows are long or many."""
     op = kernel.op
-    lines = _lines(op.inputs[0], op.arguments.get("dim", None if op.packet == "aten.median" else -1))
+    if op.packet == "aten.median" and "dim" not in op.arguments:
+        return _sort_of(kernel, _lines(op.inputs[0], None))
+    lines = _lines(op.inputs[0], op.arguments.get("dim", -1))
     rows = lines.elements / lines.length
     count = int(op.arguments.get("k", 1))
     after = _block_sort(kernel, rows, count, lines.item) if 1 < count <= 4096 and "topk" in op.packet else 0.0
@@ -1086,7 +1091,7 @@ def _sorted_apart(kernel: Kernel) -> float:
     op = kernel.op
     count = _elements(*op.inputs) or _elements(*op.outputs)
     if op.packet in ("aten.histc", "aten.bincount"):
-        return kernel["selected.fixed"] + 3 * kernel.memory()
+        return kernel["selected.fixed"] + 3 * kernel.memory() + kernel.cycles(count * kernel["selected.bin"])
     item = min((tensor.item_bytes for tensor in op.inputs), default=4.0)
     fixed = kernel["sort.long_fixed"] + item * kernel["sort.digit"]
     if op.packet != "aten.randperm":
@@ -1215,7 +1220,11 @@ def _pooling(kernel: Kernel) -> float:
         if kind == "nearest" and not backward and dimensions == 2 and out.shape[1] > 1 and out.strides[1] == 1:
             cycles *= kernel["pooling.nearest_last"]
         fill = source.bytes / kernel.gpu.bandwidth if backward and kind == "linear" else 0.0
-        return kernel["pooling.fixed"] + fill + _both(kernel.memory(), kernel.cycles(many.elements * cycles))
+        work = kernel.cycles(many.elements * cycles)
+        if kind == "nearest" and backward:  # a thread for each place and channel goes through all images
+            waves = math.ceil(out.elements / out.shape[0] / (kernel.gpu.processors * 2048))
+            work = max(work, waves * out.shape[0] * kernel["pooling.nearest_image"])
+        return kernel["pooling.fixed"] + fill + _both(kernel.memory(), work)
     if "adaptive" in name:
         many = source if not backward else out
         if not backward and source.shape[1] > 1 and source.strides[1] == 1:
@@ -1238,24 +1247,31 @@ def _pooling(kernel: Kernel) -> float:
     stride = _by_dimension(op.arguments.get("stride") or window, dimensions)
     taps = math.prod(window)
     last = dimensions == 2 and source.shape[1] > 1 and source.strides[1] == 1
-    deep = kernel["pooling.deep"] if dimensions == 3 else 1.0
     if backward:
         kind = "average" if "avg" in name else "largest"
         fill = kernel["fill.fixed"] + out.bytes / kernel.gpu.bandwidth
         # A gradient of the input is the sum over the windows that it is in.
         taps = math.prod(math.ceil(size / step) for size, step in zip(window, stride, strict=True))
         many = source if dimensions == 3 else out
-        cycles = (kernel[f"pooling.{kind}_backward"] + kernel["pooling.window"] * taps) * deep
+        cycles = kernel[f"pooling.{kind}_backward"] + kernel["pooling.window"] * taps
     else:
         fill = 0.0
         many = out
-        cycles = (kernel["pooling.result"] + kernel["pooling.tap"] * taps) * deep
+        cycles = kernel["pooling.result"] + kernel["pooling.tap"] * taps
         if last and "avg" in name:
             cycles *= kernel["pooling.average_last"]
     waits = taps * kernel["pooling.wait"]
     if last and "max" in name:
         waits = taps * _last_steps(out, 2 if backward else 4, kernel.gpu.processors) * kernel["pooling.last_step"]
-    return fill + kernel["pooling.fixed"] + _both(kernel.memory(), max(waits, kernel.cycles(many.elements * cycles)))
+    threads = many.elements if dimensions < 3 else _block_threads(many)
+    return fill + kernel["pooling.fixed"] + _both(kernel.memory(), max(waits, kernel.cycles(threads * cycles)))
+
+
+def _block_threads(volume: Tensor) -> int:
+    """Threads of blocks of 32 x 8 that each lie along the width and height of one plane."""
+    height, width = volume.shape[-2:]
+    planes = volume.elements // max(1, height * width)
+    return planes * math.ceil(width / 32) * math.ceil(height / 8) * 256
 
 
 def _by_dimension(value: Any, dimensions: int) -> Sequence[int]:
@@ -1353,6 +1369,8 @@ def _recurrent(kernel: Kernel) -> float:
         # Chains run beside each other, so that one fills the gaps between the kernels of the others.
         step = kernel["recurrent.stepped_step"] + kernel["recurrent.step_alone"] / network.chains
         step += stored / (gpu.cache_bandwidth if fits else gpu.bandwidth)
+        if op.arguments.get("bidirectional"):  # neither direction waits for the other
+            step *= kernel["recurrent.direction"]
     layer = kernel["recurrent.layer"]
     if network.resident and network.matrix >= _REGISTERS:
         layer += network.matrix * kernel["recurrent.spilled_load"] / gpu.clock
