@@ -1208,12 +1208,13 @@ def _pooling(kernel: Kernel) -> float:
         kind = "linear" if "linear" in name or "cubic" in name else "nearest"
         if kind == "linear" and not backward and (dimensions != 2 or out.strides[1] != 1):
             # A thread for each place of an image goes through all images and channels.
-            planes, places = math.prod(out.shape[:2]), math.prod(out.shape[2:])
+            planes: float = math.prod(out.shape[:2])
+            places = math.prod(out.shape[2:])
             waves = math.ceil(places / (kernel.gpu.processors * 1024))
-            if "bilinear" not in name or name.endswith("_aa"):
-                planes *= kernel[
-                    "pooling.cubic" if "cubic" in name or name.endswith("_aa") else f"pooling.linear_{dimensions}"
-                ]
+            if "cubic" in name or name.endswith("_aa"):
+                planes *= kernel["pooling.cubic"]
+            elif dimensions != 2:
+                planes *= kernel[f"pooling.linear_{dimensions}"]
             return kernel["pooling.fixed"] + max(kernel.memory(), waves * planes * kernel["pooling.plane"])
         many = source if backward else out
         cycles = kernel[f"pooling.{kind}{'_backward' * backward}"]
@@ -1240,8 +1241,8 @@ def _pooling(kernel: Kernel) -> float:
         windows = zip(out.shape[2:], source.shape[2:], strict=True)
         if many.item_bytes < 4:  # additions by atomics, which compare and swap in 16 bits, one after the other
             taps = math.prod(math.ceil(size / few) for size, few in windows)
-            waves = max(1.0, math.prod(source.shape) / (kernel.gpu.processors * 2048))
-            work = max(work, waves * taps * kernel["pooling.adaptive_atomic"])
+            turns = max(1.0, math.prod(source.shape) / (kernel.gpu.processors * 2048))
+            work = max(work, turns * taps * kernel["pooling.adaptive_atomic"])
         return kernel["pooling.fixed"] + _both(kernel.memory(), work)
     window = _by_dimension(op.arguments.get("kernel_size", 2), dimensions)
     stride = _by_dimension(op.arguments.get("stride") or window, dimensions)
