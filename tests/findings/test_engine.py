@@ -452,6 +452,63 @@ def test_the_line_that_calls_a_function_is_named_beside_the_line_in_it(rule_name
         assert found.called_at == "" and found.where == found.source
 
 
+class TableFirst(torch.nn.Module):
+    def forward(self, x):
+        table = doubled(x)
+        return table.sum()
+
+
+class Nested(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = TableFirst(), torch.nn.Sequential(TableFirst())
+
+    def forward(self, x):
+        return self.second(self.first(x).expand(4, 4))
+
+
+def test_the_calling_line_is_named_where_one_line_calls_several_modules():
+    rule("doubles")(lambda step: [waste(at, {at: 1.0}) for at, op in enumerate(step.ops) if op.packet == "aten.mul"])
+    module, x = torch.nn.Sequential(Nested()), torch.ones(64, 64)
+    (found,) = find(timed(trace(lambda: module(x), live=True)))[0]
+    _, _, line = found.called_at.rpartition(":")
+    assert int(line) == inspect.getsourcelines(TableFirst)[1] + 2
+
+
+def timed(traced, machine="h200-sxm", **others):
+    """A step whose ops took a second each."""
+    kernels = [DeviceKernel(name=op.name, start_s=at, seconds=1.0, op=at) for at, op in enumerate(traced.ops)]
+    estimate = estimate_trace(traced, find_machine("h200-sxm"))
+    profile = build_profile(estimate, kernels, wall_s=40.0, source="test", date="", device="made up")
+    known = frozenset({"storages", "lines"})
+    return Step(
+        trace=traced, profile=profile, machine=dataclasses.replace(find_machine("h200-sxm"), **others), knows=known
+    )
+
+
+def viewed(x):
+    table = x * 2
+    return table.t()[:8], x.exp().t().sum()
+
+
+def test_views_go_with_what_only_they_read():
+    rule("doubles")(lambda step: [waste(at, {at: 1.0}) for at, op in enumerate(step.ops) if op.packet == "aten.mul"])
+    step = timed(trace(viewed, torch.ones(64, 64), live=True))
+    (found,) = find(step)[0]
+    assert [step.ops[index].packet for index in found.ops] == ["aten.mul", "aten.t", "aten.slice"]
+
+
+def test_on_a_cpu_a_saving_is_the_same_share_of_the_clean_step_as_of_what_is_seen_of_it():
+    """Of ten seconds, two were not seen in the profiled step: other work slowed the clean ones."""
+    rule("first-op")(lambda step: [waste(0, {0: 0.8})])
+    unseen = IdleCause(cause="unknown", seconds=2.0, count=0, where="", what="")
+    step = examined(idle=[unseen])
+    (on_gpu,) = find(step)[0]
+    (on_cpu,) = find(dataclasses.replace(step, machine=dataclasses.replace(step.machine, kind="cpu")))[0]
+    assert (on_gpu.saving_s, on_cpu.saving_s) == pytest.approx((0.8, 1.0))
+    assert "1.25 times" in on_cpu.reasoning
+
+
 def test_a_line_of_an_installed_package_gets_a_remedy_for_the_model():
     @rule("first-op", compiles=True)
     def compiled(step):

@@ -332,3 +332,10 @@ def test_kernels_of_several_streams_overlap_no_more_than_they_were_seen_to():
     assert step.step(without_launches).seconds == pytest.approx(8.0)
     shorter = combine([without_launches, Change(shorter={1: 0.5})])
     assert step.step(shorter) == pytest.approx((7.0, 7.0))
+
+
+def test_calls_that_launch_nothing_take_their_share_of_the_host_with_them():
+    step = replay(launches(10, 1.0), [0.25] * 10)
+    one, other = Change(calls={3: 0.5}), Change(calls={3: 0.25, 4: 0.5})
+    assert step.saving(one).seconds == pytest.approx(0.5)
+    assert step.saving(combine([one, other])).seconds == pytest.approx(1.25)

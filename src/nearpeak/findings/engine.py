@@ -208,7 +208,9 @@ def find(
         for item in enabled:
             if item.general == general and item.needs <= step.knows:
                 try:
-                    wastes += [(item.name, waste) for waste in item.look(step) if _saves_time(step, waste)]
+                    wastes += [
+                        (item.name, _with_views(step, waste)) for waste in item.look(step) if _saves_time(step, waste)
+                    ]
                 except Exception as error:
                     is_own = item.look.__module__.startswith("nearpeak.")
                     if failures is None or (is_own and OWN_ERRORS_ARE_RAISED):
@@ -264,6 +266,21 @@ def _saves_time(step: Step, waste: Waste) -> bool:
     if not all(0 <= index < len(step.ops) for index in named):
         raise ValueError(f"a waste names ops that are not among the {len(step.ops)} of the step")
     return waste.saving_s > 0.0 or any(step.measured[index].launch_wait_s > 0.0 for index in waste.gone)
+
+
+def _with_views(step: Step, waste: Waste) -> Waste:
+    """The waste with the views of what only ops that go have read: the host calls these too."""
+    gone = set(_removed_ops(step, waste))
+    views = {
+        view: step.time(view)
+        for index in gone
+        if gone.issuperset(step.flow.consumers[index])
+        for view in step.views_of.get(index, ())
+        if view not in gone
+    }
+    if not views:
+        return waste
+    return dataclasses.replace(waste, gains={**views, **waste.gains}, gone=(*waste.gone, *views))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -406,7 +423,7 @@ def _sum_of(step: Step, groups: Iterable[_Group]) -> tuple[float, float]:
     launching_s = sum(total.get(cause, 0.0) - idle.get(cause, 0.0) for cause in ("launching", "python"))
     busy_s = sum(step.time(index) * (1.0 - share) for index, share in stays.items()) + idle.pop("communication", 0.0)
     idle_s = sum(idle.values()) + min(launching_s, sum(launch_waits.values()))
-    return busy_s + idle_s * step.idle_value, idle_s
+    return (busy_s + idle_s * step.idle_value) * step.clean_over_seen, idle_s * step.clean_over_seen
 
 
 def _change(step: Step, claims: Sequence[_Claim], shares: Mapping[int, float]) -> Change:
@@ -438,6 +455,11 @@ def _change_of_host(step: Step, replay: StepReplay, claim: _Claim) -> Change:
         launch_s={
             **{index: left_s for index, left_s in waste.launch_s.items() if index not in timeline.waiting_ops},
             **dict.fromkeys(claim.removed, 0.0),
+        },
+        calls={
+            index: count / (len(calls) + 1)
+            for index, calls in step.called_before.items()
+            if index not in claim.removed and (count := len(claim.removed.intersection(calls)))
         },
         causes=causes,
         communication=claim.idle.get("communication", 0.0) / exposed_s if exposed_s else 0.0,
@@ -569,6 +591,7 @@ def _finding(step: Step, group: _Group, long_run_s: float) -> Finding:
     ops = tuple(sorted({index for claim in group.claims for index in claim.waste.gains}))
     places = [claim.waste.op for claim in group.claims if claim.waste.op is not None]
     modules = tuple(dict.fromkeys(step.ops[index].module for index in sorted(places)))
+    members = {*places, *(index for claim in group.claims for index in (*claim.gains, *claim.removed))}
     return Finding(
         rule=group.rule,
         title=largest.title,
@@ -589,7 +612,7 @@ def _finding(step: Step, group: _Group, long_run_s: float) -> Finding:
         idle_s=min(group.idle_s, group.saving_s),
         library=group.library,
         inside=_innermost_line(step, largest) if group.library and not group.library.startswith("torch.") else "",
-        called_at=step.caller_of(group.source, places) if group.source else "",
+        called_at=step.caller_of(group.source, members) if group.source else "",
     )
 
 
@@ -636,6 +659,11 @@ def _idle_note(step: Step, group: _Group) -> str:
     if step.replay is not None and abs(group.saving_s - claimed_s) > _SAME_SAVING * claimed_s:
         left_s = step.profile.wall_s - group.saving_s
         note += f" A replay of the host and the device without it takes {seconds(left_s)} for the step."
+    if step.clean_over_seen > 1.0 + _SAME_SAVING:
+        note += (
+            f" Clean steps took {step.clean_over_seen:.2f} times as long as what the profiled one shows, and what is "
+            "saved of them is in proportion."
+        )
     if group.idle_s < 0.01 * step.profile.wall_s:
         return note
     if not any(claim.waste.idle for claim in group.claims):

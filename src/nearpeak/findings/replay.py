@@ -376,6 +376,8 @@ class Change:
     launch_s: Mapping[int, float] = field(default_factory=dict)
     """What the host still takes for a launch of an op. With 0 the host does not call it: its kernels are in a CUDA
     graph, or, if they are shorter too, part of the kernel before."""
+    calls: Mapping[int, float] = field(default_factory=dict)
+    """The share of the host's time for an op that goes with calls before it which launch nothing."""
     causes: Mapping[Cause, float] = field(default_factory=dict)
     """The share of a named stretch of the host that goes. A wait goes as a whole."""
     communication: float = 0.0
@@ -388,6 +390,7 @@ def combine(changes: Iterable[Change]) -> Change:
     """All of the changes at once: two that shorten the same multiply."""
     shorter: dict[int, float] = {}
     launch_s: dict[int, float] = {}
+    calls: dict[int, float] = {}
     causes: dict[Cause, float] = {}
     communication = idle_s = 0.0
     for change in changes:
@@ -395,11 +398,15 @@ def combine(changes: Iterable[Change]) -> Change:
             shorter[op] = 1.0 - (1.0 - shorter.get(op, 0.0)) * (1.0 - share)
         for op, seconds in change.launch_s.items():
             launch_s[op] = min(seconds, launch_s.get(op, seconds))
+        for op, share in change.calls.items():
+            calls[op] = min(1.0, calls.get(op, 0.0) + share)
         for cause, share in change.causes.items():
             causes[cause] = 1.0 - (1.0 - causes.get(cause, 0.0)) * (1.0 - share)
         communication = 1.0 - (1.0 - communication) * (1.0 - change.communication)
         idle_s += change.idle_s
-    return Change(shorter=shorter, launch_s=launch_s, causes=causes, communication=communication, idle_s=idle_s)
+    return Change(
+        shorter=shorter, launch_s=launch_s, calls=calls, causes=causes, communication=communication, idle_s=idle_s
+    )
 
 
 UNCHANGED = Change()
@@ -610,6 +617,8 @@ class StepReplay:
                 wait, seconds = (None, 0.0) if wait is not None and share > 0.0 else (wait, seconds * (1.0 - share))
             elif launch_s is not None:
                 seconds = min(seconds, launch_s)
+            elif piece.op is not None:
+                seconds *= 1.0 - change.calls.get(piece.op, 0.0)
             if piece.kernel is None:
                 program.append((wait, seconds, None, 0.0, 0, 0.0, None, 0.0))
                 continue

@@ -36,6 +36,7 @@ PROFILER_SECONDS_PER_OP = 2e-5
 READS = ("aten._local_scalar_dense", "aten.item", "aten.is_nonzero")
 """Operators that read a number of a tensor."""
 _NO_TOUCHES = Touches((), ())
+_NO_MODULE = frozenset({""})
 _ANOMALY_CHECKS = ("aten.isnan", "aten._is_any_true", "aten._local_scalar_dense")
 """The ops of a check in their order, each of which reads what the one before it wrote."""
 
@@ -109,14 +110,16 @@ class Step:
         return next((line for depth, line in enumerate(stack, 1) if stack[:depth] not in others), "")
 
     @cached_property
-    def modules_of_calls(self) -> Mapping[tuple[str, ...], str]:
-        """The module that a function on the stack belongs to, by the lines that lead to it; of two, the outer one."""
-        modules: dict[tuple[str, ...], str] = {}
+    def modules_of_calls(self) -> Mapping[tuple[str, ...], frozenset[str]]:
+        """The modules that a function on the stack belongs to, by the lines that lead to it: several if one line calls
+        several. Modules below one of them are called by the function."""
+        modules: dict[tuple[str, ...], set[str]] = {}
         for index, op in enumerate(self.ops):
-            calls = self.stack(index)[:-1]
-            if calls not in modules or len(op.module) < len(modules[calls]):
-                modules[calls] = op.module
-        return modules
+            modules.setdefault(self.stack(index)[:-1], set()).add(op.module)
+        return {
+            calls: frozenset(name for name in names if not any(is_below(name, other) for other in names))
+            for calls, names in modules.items()
+        }
 
     def caller_of(self, line: str, members: Iterable[int]) -> str:
         """The line that calls the function which a line is in, for ops below it; "" if several do, or if the function
@@ -126,8 +129,8 @@ class Step:
             stack = self.stack(index)
             for depth in range(1, len(stack)):
                 if stack[depth] == line:
-                    inner, outer = (self.modules_of_calls.get(stack[:end], "") for end in (depth, depth - 1))
-                    found.add(stack[depth - 1] if inner == outer else "")
+                    inner, outer = (self.modules_of_calls.get(stack[:end], _NO_MODULE) for end in (depth, depth - 1))
+                    found.add(stack[depth - 1] if inner & outer else "")
                     break
         return found.pop() if len(found) == 1 else ""
 
@@ -188,6 +191,37 @@ class Step:
         """The ops of the forward pass that read what an op wrote."""
         return [reader for reader in self.flow.consumers[index] if self.ops[reader].phase == "forward"]
 
+    @cached_property
+    def views_of(self) -> Mapping[int, Sequence[int]]:
+        """The views of what an op wrote."""
+        writer: dict[int, int] = {}
+        views: dict[int, list[int]] = {}
+        for index, (op, cost) in enumerate(zip(self.ops, self.costs, strict=True)):
+            if cost.family == "view" and op.inputs and op.inputs[0].storage in writer:
+                views.setdefault(writer[op.inputs[0].storage], []).append(index)
+            writer.update(dict.fromkeys(self.touches[index].writes, index))
+        return views
+
+    @cached_property
+    def called_before(self) -> Mapping[int, Sequence[int]]:
+        """For each op that launches kernels, the ops since the launch before that launch nothing."""
+        calls: dict[int, list[int]] = {}
+        pending: list[int] = []
+        for index, op in enumerate(self.measured):
+            if op.kernels:
+                calls[index], pending = pending, []
+            else:
+                pending.append(index)
+        return calls
+
+    @cached_property
+    def derivatives(self) -> Mapping[int, Sequence[int]]:
+        """The ops of backward passes that compute the derivative of an op, where the ops really ran."""
+        found: dict[int, list[int]] = {}
+        for index, behind in self.trace.derivative_of.items():
+            found.setdefault(behind, []).append(index)
+        return found
+
     def idle_causes(self, cause: CauseName) -> list[IdleCause]:
         """The idle time of one cause, by place."""
         return [idle for idle in self.profile.idle if idle.cause == cause]
@@ -229,6 +263,14 @@ class Step:
             if sustained_s and op.measured_s:
                 slower_s += max(0.0, min(sustained_s, longest * op.measured_s) - op.measured_s)
         return max(0.0, 1.0 - slower_s * self.matrix_time_share / idle_s)
+
+    @cached_property
+    def clean_over_seen(self) -> float:
+        """On a CPU, the time of a clean step over that of all which the profiled one shows: what is not seen there is
+        that everything took longer. 1 if all is seen; and on a GPU, where a replay tells."""
+        unseen_s = sum(cause.seconds for cause in self.idle_causes("unknown"))
+        seen_s = self.profile.wall_s - unseen_s
+        return self.profile.wall_s / seen_s if self.machine.kind == "cpu" and seen_s > 0.0 else 1.0
 
     @cached_property
     def matrix_time_share(self) -> float:
@@ -455,6 +497,15 @@ def shape_text(shape: Sequence[int]) -> str:
     '4 x 1024'
     """
     return " x ".join(map(str, shape))
+
+
+def is_below(module: str, other: str) -> bool:
+    """Whether a module is a part of another one.
+
+    >>> is_below("model.layers.0", "model.layers"), is_below("model", "model"), is_below("model", "")
+    (True, False, True)
+    """
+    return module != other and (not other or module.startswith(other + "."))
 
 
 def is_source_line(where: str) -> bool:

@@ -33,7 +33,9 @@ class ValueNumbers:
     writers: dict[int, list[int]]
     """The ops that write each storage, in order."""
     next_step: frozenset[int] = frozenset()
-    """Ops whose results the next step computes again."""
+    """Ops whose results the next step computes again; of those that it computes elsewhere, the ops there."""
+    carried: frozenset[int] = frozenset()
+    """Ops of these that compute what other ops of the step before computed."""
     on_data: frozenset[int] = frozenset()
     """Ops whose results depend on random numbers, or on tensors from outside of the step that are neither parameters
     nor buffers."""
@@ -116,16 +118,31 @@ def number_values(step: Step) -> ValueNumbers:
             for data in seen_data:  # a sum that every step adds to is no new data
                 data.pop(storage_number, None)
     count = len(step.ops)
-    repeated = set(first[count:])
+    repeated, carried = _recurring(ops, first, count)
     tensors, next_tensors = ({key for keys in data.values() for key in keys} for data in seen_data)
     return ValueNumbers(
         reads=reads[:count],
         first=first[:count],
         writers=writers,
-        next_step=frozenset(index for index in range(count) if first[index] in repeated),
+        next_step=frozenset(index for index in range(count) if first[index] in repeated) | carried,
+        carried=carried,
         on_data=frozenset(index for index in on_data if index < count),
         new_data=draws or bool(next_tensors - tensors),
     )
+
+
+def _recurring(ops: Sequence[Op], first: Sequence[int], count: int) -> tuple[set[int], frozenset[int]]:
+    """The ops of this step whose results the next one computes at the same place; and those at whose place the next
+    step computes what other ops of this one did, as they themselves did for the step before."""
+    repeated: set[int] = set()
+    carried: set[int] = set()
+    for place, (op, earlier) in enumerate(zip(ops[count:], first[count:], strict=True)):
+        is_alike = place < count and (ops[place].name, ops[place].source) == (op.name, op.source)
+        if is_alike and earlier < count and first[place] == place != earlier:
+            carried.add(place)
+        else:
+            repeated.add(earlier)
+    return repeated, frozenset(carried)
 
 
 def _digests(step: Step, storages: Collection[int]) -> set[str]:

@@ -231,3 +231,41 @@ def test_an_encoder_inside_of_a_loop_of_the_step_is_found_at_its_call():
     assert found(step, "computed-twice") == [
         (line_of(Program.step, 1), ["aten.mm", "aten.relu_", "aten.mm"] * 2),
     ]
+
+
+class Solver:
+    """The last stage of a step is the first one of the next: both have the slope at the same state."""
+
+    def __init__(self):
+        self.state, self.weight = torch.randn(64, 64), torch.randn(64, 64)
+
+    def slope(self, state):
+        return (state @ self.weight).tanh()
+
+    def step(self):
+        slopes = [self.slope(self.state)]
+        for size in (0.5, 1.0):
+            proposal = self.state + size * slopes[-1]
+            slopes.append(self.slope(proposal))
+        self.state = proposal
+
+
+def test_what_the_step_before_computed_elsewhere_is_found_where_it_is_computed_again():
+    assert found(Solver().step) == [(line_of(Solver.step, 1), ["aten.mm", "aten.tanh"])]
+
+
+def test_the_backward_pass_through_what_is_computed_again_goes_but_for_the_sum_of_gradients():
+    x, weight = torch.randn(64, 64), torch.randn(64, 64, requires_grad=True)
+
+    def step():
+        total = 0.0
+        for turn in range(3):
+            total = total + turn * (x @ weight).tanh()
+        weight.grad = None
+        total.sum().backward()
+
+    seen = with_times(trace(step, live=True), lambda op, expected: 1e-3)
+    (finding,) = found_in(seen, "computed-twice")
+    backward = [seen.ops[index].packet for index in finding.ops if seen.ops[index].phase == "backward"]
+    assert backward.count("aten.mm") == backward.count("aten.tanh_backward") == 2 and "aten.add" in backward
+    assert "sum of the gradients" in finding.reasoning

@@ -131,3 +131,22 @@ def test_python_that_works_on_a_copy_has_the_wait_for_it():
     assert waste.idle == {"python": 4e-3, "synchronization": 3e-3}
     assert step.ops[waste.op].source == line and line in waste.evidence
     assert not list(synchronization(step))
+
+
+def test_the_backward_pass_of_the_turns_goes_with_the_loop():
+    """Each row is repeated as often as a number says: views in forward, a sum for each in backward."""
+
+    def build():
+        rows, counts = torch.randn(40, 16, requires_grad=True), torch.arange(1, 41)
+
+        def step():
+            parts = [row.expand(int(count), -1) for row, count in zip(rows, counts, strict=True)]
+            rows.grad = None
+            torch.cat(parts).square().sum().backward()
+
+        return step
+
+    step = examined(build, live=True, times=as_long)
+    (found,) = found_in(step, RULE)
+    sums = [index for index, op in enumerate(step.ops) if op.phase == "backward" and op.packet == "aten.sum"]
+    assert len(sums) >= 39 and len(set(sums) & set(found.ops)) >= 39

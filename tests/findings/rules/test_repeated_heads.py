@@ -51,3 +51,25 @@ def test_copies_for_each_head_of_a_group_are_named(repeat):
 )
 def test_other_copies_are_not_named(fn):
     assert not found_in(examined(attending(fn)), "repeated-heads")
+
+
+def test_one_query_reads_the_keys_of_its_group_once():
+    """Decoding reads the cache for each query head; as rows of one head, the queries of a group read it once."""
+
+    def build():
+        query = torch.randn(8, HEADS, 1, 64, dtype=torch.bfloat16)
+        key, value = (torch.randn(8, GROUPS, 4096, 64, dtype=torch.bfloat16) for _ in "kv")
+
+        def step():
+            with torch.no_grad():
+                return scaled_dot_product_attention(query, interleaved(key), interleaved(value))
+
+        return step
+
+    step = examined(build)
+    (found,) = found_in(step, "repeated-heads")
+    attention = next(index for index in found.ops if step.costs[index].family == "attention")
+    copies = step.seconds(index for index in found.ops if index != attention)
+    assert copies + 0.5 * step.time(attention) < found.saving_s < copies + 0.9 * step.time(attention)
+    assert "rows of one head" in found.reasoning
+    assert found.remedy.startswith("query = query.unflatten")

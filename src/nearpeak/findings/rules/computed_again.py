@@ -46,7 +46,9 @@ def computed_twice(step: Step) -> Iterator[Waste]:
     for piece in _pieces(step, numbers, later, alike=later | {numbers.first[index] for index in later}):
         launched = [index for index in piece.ops if step.time(index)]
         longest = max(launched or piece.ops, key=lambda index: _weight(step, index))
-        backward = {backward_op for index in launched for backward_op in _backward(step, index, numbers.first[index])}
+        backward = {other for index in piece.ops for other in _backward(step, index, numbers.first[index])}
+        backward_s, sums_s = step.seconds(backward), _sums_of_gradients(step, piece.ops) if backward else 0.0
+        stays = min(1.0, sums_s / backward_s) if backward_s else 0.0
         op, first = step.ops[longest], step.ops[numbers.first[longest]]
         shapes = ", ".join("x".join(map(str, tensor.shape)) for tensor in op.inputs[:3])
         more = f" and {len(piece.ops) - 1} more with it" if len(piece.ops) > 1 else ""
@@ -56,21 +58,24 @@ def computed_twice(step: Step) -> Iterator[Waste]:
             title="The same is computed again from the same inputs.",
             op=longest,
             source=piece.line,
-            gains={**{index: step.time(index) for index in (*launched, *sorted(backward))}, **levels},
-            gone=(*piece.ops, *levels),
+            gains={index: step.time(index) for index in launched}
+            | {index: step.time(index) * (1 - stays) for index in sorted(backward) if step.time(index)}
+            | levels,
+            gone=(*piece.ops, *sorted(backward), *levels),
             idle=_sums(causes),
             causes=causes,
             evidence=f"{_operator(step, longest)} of {shapes or 'no tensors'} ran at {first.source or 'an earlier op'} "
             f"and again{f' at {op.source}' if op.source != first.source else ''}, with nothing written in between; the "
             f"later one{more} took {_took(step, launched, causes)}"
-            + (f", and {seconds(step.seconds(backward))} in backward." if backward else ".")
+            + (f", and {seconds(backward_s)} in backward." if backward else ".")
             + (
                 f" {len(levels)} other ops of these calls take an element of each row: {seconds(step.seconds(levels))}."
                 if levels
                 else ""
             ),
-            reasoning="The later ops go away, and backward goes through the first one once. "
-            "The first result is in memory for longer."
+            reasoning="The later ops go away, and backward goes through the first one once"
+            + (f", with the sum of the gradients, which takes {seconds(sums_s)}. " if sums_s else ". ")
+            + "The first result is in memory for longer."
             if not levels
             else "One call sorts once, and takes the elements of all levels in the ops that take those of one now.",
             remedy=f"result = ...  # once, at {first.source or 'its first use'}, before a loop that needs it\n"
@@ -230,21 +235,27 @@ def computed_every_step(step: Step) -> Iterator[Waste]:
         longest = max(piece.ops, key=lambda index: _weight(step, index))
         causes = _host_causes(step, piece.ops)
         on_data = any(index in numbers.on_data for index in piece.ops)
+        is_carried = not numbers.carried.isdisjoint(piece.ops)
         what = f"{len(piece.ops)} ops" if len(piece.ops) > 1 else "One op"
         yield Waste(
-            title="Every step computes the same again.",
+            title="A step computes again what the one before it computed."
+            if is_carried
+            else "Every step computes the same again.",
             op=longest,
             source=piece.line,
             gains={index: step.time(index) for index in launched},
             gone=piece.ops,
             idle=_sums(causes),
             causes=causes,
-            evidence=f"{what} at {piece.line or step.ops[longest].source or 'unknown lines'} had the same inputs in "
-            f"two steps in a row, and nothing wrote to them in between: {_took(step, launched, causes)} in a step, "
+            evidence=f"{what} at {piece.line or step.ops[longest].source or 'unknown lines'} had the same inputs "
+            f"{'as others in the step before' if is_carried else 'in two steps in a row'}, and nothing wrote to them "
+            f"in between: {_took(step, launched, causes)} in a step, "
             f"most in {_operator(step, longest)} at {step.ops[longest].source or 'an unknown line'}.",
             reasoning="These ops go away in all steps but the first, with the Python that calls them. The result stays "
             "in memory.",
-            remedy="Move this line before the loop, and keep its result until its inputs change."
+            remedy="Keep the result of the step before: it has these values, from the same inputs."
+            if is_carried
+            else "Move this line before the loop, and keep its result until its inputs change."
             if on_data
             else "Compute it once and keep it: self.register_buffer(...) in the constructor of a module, "
             "@functools.cache on a function of plain numbers, or before the loop.",
@@ -387,7 +398,7 @@ def _called_functions(step: Step, calls: Mapping[int, _Call]) -> dict[int, _Call
     functions = {}
     for index, call in calls.items():
         callee = _stack(step, index)[len(call) :]
-        if callee and step.ops[index].module == step.modules_of_calls.get(call[:-1], ""):
+        if callee and step.ops[index].module in step.modules_of_calls.get(call[:-1], ("",)):
             functions[index] = callee
     return functions
 
@@ -454,8 +465,11 @@ def _places_after(step: Step, members: AbstractSet[int]) -> set[str]:
     return {place for place, all_members in places.items() if all_members and is_source_line(place)}
 
 
-def _backward(step: Step, index: int, first: int) -> list[int]:
-    """The backward ops of an op: of its family, at its line, on what it read or wrote."""
+def _backward(step: Step, index: int, first: int) -> Sequence[int]:
+    """The backward ops of an op, if the first one has some too: what the trace saw, else those of its family, at its
+    line, on what it read or wrote."""
+    if step.trace.derivative_of:
+        return step.derivatives.get(index, ()) if first in step.derivatives else ()
     op = step.ops[index]
     own = {tensor.storage for tensor in (*op.inputs, *op.outputs)}
     ops = [
@@ -471,6 +485,16 @@ def _backward(step: Step, index: int, first: int) -> list[int]:
     if step.ops[first].source == op.source:  # of both ops; backward begins with the later one
         return ops[: len(ops) // 2]
     return ops
+
+
+def _sums_of_gradients(step: Step, again: Collection[int]) -> float:
+    """The time to add the gradients of results that other ops read, to those of the first results."""
+    members, total_s = set(again), 0.0
+    for index in again:
+        if index in step.derivatives and not members.issuperset(step.forward_readers(index)):
+            written = step.costs[index].writes
+            total_s += step.expected_for_work((*written, *written), written) if written else 0.0
+    return total_s
 
 
 @rule("weight-copied", needs=["storages"])
