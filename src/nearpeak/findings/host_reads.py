@@ -10,7 +10,7 @@ from nearpeak.ops.op import Op, name_without_origin
 from nearpeak.ops.tensor import Tensor
 
 MIN_READS = 32
-"""In one run of a loop. Fewer numbers may be a summary that is printed."""
+"""Of a loop in a step. Fewer numbers may be a summary that is printed."""
 _MAX_ELEMENTS = 1024
 """Of the tensors of ops whose results are read: the loop is about numbers, not about tensors."""
 COPIES = ("aten._to_copy", "aten.copy", "aten.copy_")
@@ -39,7 +39,7 @@ def reading_loops(step: Step) -> list[Loop]:
         if any(members & set(other.members) for other in loops):
             continue
         reads = [index for index in loop.members if is_read(step.ops[index])]
-        if len(reads) >= MIN_READS * len(loop.runs) and all(_serves_reads(step, index, members) for index in members):
+        if len(reads) >= MIN_READS and all(_serves_reads(step, index, members) for index in members):
             loops.append(loop)
     return loops
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from statistics import median
 from typing import Literal
 
@@ -122,17 +123,26 @@ class Step:
         }
 
     def caller_of(self, line: str, members: Iterable[int]) -> str:
-        """The line that calls the function which a line is in, for ops below it; "" if several do, or if the function
-        is the forward pass of a module."""
+        """The line that calls the function which a line is in, for ops below it; "" if several do, if the function is
+        the forward pass of a module, or if all of the step is below the call, as below that of `main`."""
         found: set[str] = set()
         for index in members:
             stack = self.stack(index)
             for depth in range(1, len(stack)):
+                if depth <= self._depth_of_step:
+                    continue
                 if stack[depth] == line:
                     inner, outer = (self.modules_of_calls.get(stack[:end], _NO_MODULE) for end in (depth, depth - 1))
                     found.add(stack[depth - 1] if inner & outer else "")
                     break
         return found.pop() if len(found) == 1 else ""
+
+    @cached_property
+    def _depth_of_step(self) -> int:
+        """How many lines the stacks of all ops begin with."""
+        stacks = [stack for index in range(len(self.ops)) if (stack := self.stack(index))]
+        alike = takewhile(lambda lines: len(set(lines)) == 1, zip(*stacks, strict=False))
+        return sum(1 for _ in alike) if len(set(stacks)) > 1 else 0
 
     def line_that_writes(self, *names: str) -> str:
         """The one line of the user's own that calls a class or sets an option of these names; "" if there are several.

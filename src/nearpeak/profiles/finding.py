@@ -12,6 +12,11 @@ from nearpeak.units import percent, seconds
 MIN_SHOWN_SHARE = 0.01
 """Of the wall time. Findings that save less are not shown."""
 
+_DEVICE_ODDS, _HOST_ODDS = (0.75, 2.0), (0.55, 3.0)
+"""Between which multiples of the predicted odds (what goes of a step, over what stays) eight of ten measured savings
+were, in programs by others: where most of a saving is time of ops, and where most is idle time, which also depends on
+what the host does instead. `benchmarks.profiles.programs --show` counts them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
@@ -98,9 +103,30 @@ class Finding(Result):
         return f"{seconds(self.saving_s)}, {percent(self.share)}"
 
     @property
+    def waits(self) -> bool:
+        """Whether most of the saving is idle time."""
+        return 2.0 * self.idle_s > self.saving_s
+
+    @property
+    def likely_shares(self) -> tuple[float, float]:
+        """Between which shares of a step the change is likely to save, as eight of ten changes did."""
+        return likely_shares(self.share, waits=self.waits)
+
+    @property
     def module(self) -> str:
         """The modules as one path for display, with a star for the parts that differ."""
         return common_module(self.modules)
+
+
+def likely_shares(share: float, *, waits: bool) -> tuple[float, float]:
+    """The likely range of a predicted share; `waits` says whether most of it is idle time.
+
+    >>> [[round(end, 2) for end in likely_shares(0.5, waits=waits)] for waits in (False, True)]
+    [[0.43, 0.67], [0.35, 0.75]]
+    """
+    ends = _HOST_ODDS if waits else _DEVICE_ODDS
+    low, high = (factor * share / (1.0 - share + factor * share) for factor in ends)
+    return low, high
 
 
 def saved_together(findings: Collection[Finding]) -> float:

@@ -6,6 +6,7 @@ from nearpeak.profiles.finding import Finding
 from nearpeak.render.document import Document
 from nearpeak.render.text import elide_start
 from nearpeak.render.views.profile import finding_blocks
+from nearpeak.render.views.verdict import range_text
 from nearpeak.units import percent, seconds
 
 
@@ -21,4 +22,7 @@ def document(finding: Finding) -> Document:
 
 
 def _saving(finding: Finding) -> str:
-    return finding.saving_text if finding.once_s else f"{seconds(finding.saving_s)} a step, {percent(finding.share)}"
+    if finding.once_s:
+        return finding.saving_text
+    likely = range_text(finding.share, waits=finding.waits)
+    return f"{seconds(finding.saving_s)} a step, {percent(finding.share)} {likely}"

@@ -12,7 +12,7 @@ from nearpeak.bound.tiles import tiling_of_shapes
 from nearpeak.ops.custom_schemas import custom_schemas
 from nearpeak.ops.op import is_graph_launch, name_without_origin
 from nearpeak.profiles.conditions import clock_loss_s, clock_share
-from nearpeak.profiles.finding import Finding, saved_together
+from nearpeak.profiles.finding import Finding, likely_shares, saved_together
 from nearpeak.profiles.grade import LEAST_TRUSTED, grade_profile
 from nearpeak.profiles.idle import CAUSE_MEANINGS as CAUSES
 from nearpeak.profiles.idle import CauseName
@@ -125,7 +125,14 @@ def saving_text(group: Sequence[Finding]) -> str:
     if first.once_s:
         return first.saving_text
     share = first.share * saved_s / first.saving_s if first.saving_s else 0.0
-    return f"{seconds(saved_s)}, {percent(share)}"
+    waits = 2.0 * sum(finding.idle_s for finding in group) > sum(finding.saving_s for finding in group)
+    return f"{seconds(saved_s)}, {percent(share)} {range_text(min(1.0, share), waits=waits)}"
+
+
+def range_text(share: float, *, waits: bool) -> str:
+    """The likely range of a predicted share: "(24 to 46 %)"."""
+    low, high = (percent(end, 0) for end in likely_shares(share, waits=waits))
+    return f"({low.removesuffix(' %')} to {high})"
 
 
 def _answers(profile: Profile, finding: Finding, loss: Part) -> bool:
