@@ -48,6 +48,7 @@ from typing import Any, Literal
 
 from benchmarks.markdown_table import table
 from nearpeak.measure.statistics import median, median_interval
+from nearpeak.profiles.finding import likely_shares
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ROOT / "benchmarks" / "programs"
@@ -86,6 +87,8 @@ class Seen:
     title: str
     called_at: str = ""
     """The line that calls the function of the source."""
+    waits: bool = False
+    """Whether most of what it saves is idle time, where its range is wider."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,6 +269,15 @@ class Row:
             return None
         return abs(self.predicted - self.measured.share) / self.measured.share
 
+    @property
+    def is_in_range(self) -> bool:
+        """Whether a part of the interval that was measured is in the range that is given for the prediction."""
+        if self.measured is None or not self.findings:
+            return False
+        waits = max(self.findings, key=lambda finding: finding.share).waits
+        low, high = likely_shares(min(1.0, self.predicted), waits=waits)
+        return self.measured.low <= high and low <= self.measured.high
+
 
 @dataclass(slots=True, kw_only=True)
 class Result:
@@ -403,6 +415,7 @@ class ProfileJob:
                 added_share=(after_s - before_s) / profile.long_run_s,
                 title=finding.title,
                 called_at=finding.called_at,
+                waits=finding.waits,
             )
             before_s = after_s
             if seen.share >= MIN_SHOWN_SHARE:
@@ -508,6 +521,7 @@ def report(results: Sequence[Result], device: str) -> str:
     wastes = [row for row in rows if row.is_waste and row.waste != "all"]
     found = {place: sum(row.place == place for row in wastes) for place in (*PLACES, "missed")}
     judged = [row for row in rows if row.error is not None]
+    named = [row for row in judged if row.waste != "all" and row.place in ("line", "call", "beside")]
     within = {limit: sum(row.error <= limit for row in judged if row.error is not None) for limit in (CLOSE, NEAR)}
     clean = [result for result in results if not result.rows and not result.error]
     lines = [table(HEAD, [cells(row) for row in rows], texts=4), ""]
@@ -533,7 +547,8 @@ def report(results: Sequence[Result], device: str) -> str:
         f"{len(results)} programs on {device}: {len(wastes)} wastes, {found['line']} found at the line, "
         + (f"{found['call']} at the call of the line that is named, " if found["call"] else "")
         + f"{found['beside']} within {BESIDE} lines, {found['function']} in the function, {found['missed']} missed",
-        f"{len(judged)} predictions: {within[CLOSE]} within {CLOSE:.0%}, {within[NEAR]} within {NEAR:.0%}",
+        f"{len(judged)} predictions: {within[CLOSE]} within {CLOSE:.0%}, {within[NEAR]} within {NEAR:.0%}; "
+        f"{sum(row.is_in_range for row in named)} of {len(named)} of findings at or near the line are in their range",
         f"{len(clean)} clean programs: {loud} with a finding of {LARGE:.0%} or more",
         f"{seconds:.0f} s of profiles",
     ]
