@@ -475,15 +475,24 @@ def test_the_calling_line_is_named_where_one_line_calls_several_modules():
     assert int(line) == inspect.getsourcelines(TableFirst)[1] + 2
 
 
-def timed(traced, machine="h200-sxm", **others):
+def main(x):
+    doubled(x)
+    return doubled(x).sum()
+
+
+def test_a_call_that_all_of_the_step_is_below_is_not_named():
+    rule("sums")(lambda step: [waste(at, {at: 1.0}) for at, op in enumerate(step.ops) if op.packet == "aten.sum"])
+    (found,) = find(timed(trace(lambda: main(torch.ones(64, 64)), live=True)))[0]
+    assert found.called_at == ""
+
+
+def timed(traced):
     """A step whose ops took a second each."""
+    machine = find_machine("h200-sxm")
     kernels = [DeviceKernel(name=op.name, start_s=at, seconds=1.0, op=at) for at, op in enumerate(traced.ops)]
-    estimate = estimate_trace(traced, find_machine("h200-sxm"))
+    estimate = estimate_trace(traced, machine)
     profile = build_profile(estimate, kernels, wall_s=40.0, source="test", date="", device="made up")
-    known = frozenset({"storages", "lines"})
-    return Step(
-        trace=traced, profile=profile, machine=dataclasses.replace(find_machine("h200-sxm"), **others), knows=known
-    )
+    return Step(trace=traced, profile=profile, machine=machine, knows=frozenset({"storages", "lines"}))
 
 
 def viewed(x):

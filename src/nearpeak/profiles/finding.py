@@ -13,9 +13,9 @@ MIN_SHOWN_SHARE = 0.01
 """Of the wall time. Findings that save less are not shown."""
 
 _DEVICE_ODDS, _HOST_ODDS = (0.65, 2.5), (0.5, 4.0)
-"""Between which multiples of the predicted odds (what goes of a step, over what stays) 72 of 90 measured savings were, in
-programs by others with a finding at or near the line: where most of a saving is time of ops, and where most is idle time,
-which also depends on what the host does instead. `benchmarks.profiles.programs --show` counts them."""
+"""Between which multiples of the predicted odds (what goes of a step, over what stays) 72 of 90 measured savings were,
+in programs by others with a finding at or near the line: where most of a saving is time of ops, and where most is idle
+time, which also depends on what the host does instead. `benchmarks.profiles.programs --show` counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,4 +72,4 @@ def test_one_query_reads_the_keys_of_its_group_once():
     copies = step.seconds(index for index in found.ops if index != attention)
     assert copies + 0.5 * step.time(attention) < found.saving_s < copies + 0.9 * step.time(attention)
     assert "rows of one head" in found.reasoning
-    assert found.remedy.startswith("query = query.unflatten")
+    assert found.remedy.startswith("out = scaled_dot_product_attention(query.unflatten")

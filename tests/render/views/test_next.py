@@ -165,8 +165,8 @@ def test_findings_that_one_compilation_removes_are_one_next():
         for rule in ("unfused-norm", "unfused-rotary")
     ]
     assert sentences(made, inside)["Next"] == (
-        "It is unfused-norm. Changing that and 1 more finding at train.py:30 (in layers) saves 4.00 s, 40.0 % (30 to 62 %): "
-        "2 findings below."
+        "It is unfused-norm. Changing that and 1 more finding at train.py:30 (in layers) saves 4.00 s, "
+        "40.0 % (30 to 62 %): 2 findings below."
     )
 
 

@@ -15,8 +15,10 @@ from nearpeak.units import quantity, seconds
 _TILE_ROWS = 64
 """Of the queries that a kernel computes at once: a head with as many reads its keys once for them anyway."""
 _FOLDED = (
-    "query = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # the queries of a group as rows of one head;\n"
-    "# a mask repeated for them, and the result back: .unflatten(2, (groups, -1)).flatten(1, 2); or\n"
+    "out = scaled_dot_product_attention(query.unflatten(1, (key.shape[1], -1)).flatten(2, 3), key, value)\n"
+    "# the queries of a group as rows of one head, a mask repeated for them; then\n"
+    "out = out.unflatten(2, (groups, -1)).flatten(1, 2)\n"
+    "# or, which may read the keys of a group more than once:\n"
 )
 
 
@@ -47,7 +49,7 @@ def repeated_heads(step: Step) -> Iterator[Waste]:
             f"{quantity(op.outputs[0].bytes / times, 'B')} in {seconds(took)}; only attention reads them.",
             reasoning="The copy goes away: attention's kernels read the heads that a group shares."
             + (attention if faster else ""),
-            remedy=(_FOLDED if faster else "")
+            remedy=(_FOLDED if any(_has_few_queries(step.ops[reader]) for reader in readers) else "")
             + "scaled_dot_product_attention(query, key, value, enable_gqa=True)  # key, value as they were\n"
             "# transformers: attn_implementation='flash_attention_2', which does not repeat heads",
         )
@@ -58,12 +60,11 @@ def _gain_of_attention(step: Step, index: int, copy: Tensor, times: int) -> floa
     once. It goes with the copy of the keys."""
     op = step.ops[index]
     operands = {name: op.arguments.get(name) for name in ("query", "key", "value")}
-    if op.phase != "forward" or not all(isinstance(operand, Tensor) for operand in operands.values()):
+    is_whole = all(isinstance(operand, Tensor) for operand in operands.values())
+    if op.phase != "forward" or not is_whole or not _has_few_queries(op):
         return 0.0
     query, key, value = op.tensors("query", "key", "value")
     if key.storage != copy.storage or key.shape != value.shape or query.shape[-3] != key.shape[-3]:
-        return 0.0
-    if query.shape[-2] >= _TILE_ROWS or (op.arguments.get("is_causal") and query.shape[-2] > 1):
         return 0.0
 
     def folded(tensor: Tensor, rows: int) -> Tensor:
@@ -77,6 +78,13 @@ def _gain_of_attention(step: Step, index: int, copy: Tensor, times: int) -> floa
         dataclasses.replace(op, arguments=arguments, outputs=(folded(op.outputs[0], times), *op.outputs[1:]))
     )
     return step.time(index) * max(0.0, 1.0 - then / now) if now and then is not None else 0.0
+
+
+def _has_few_queries(op: Op) -> bool:
+    """Whether the queries of an attention may be in any order, and are fewer than a kernel computes at once."""
+    query = op.arguments.get("query")
+    rows = query.shape[-2] if isinstance(query, Tensor) and len(query.shape) > 1 else _TILE_ROWS
+    return rows < _TILE_ROWS and not (op.arguments.get("is_causal") and rows > 1)
 
 
 def _repeats(op: Op) -> int:
