@@ -5,15 +5,21 @@
     python -m benchmarks.judge honest --limit 40   # functions x sizes x dtypes, none of which may be accused
     python -m benchmarks.judge tasks               # softmax, a product with an epilogue, attention; pages with --pages
 
-Each prints a line per judgement and a summary; --json FILE has the lines.
+Each prints a line per judgement and a summary; --json FILE has the lines. --jobs N judges N at once, for which a GPU
+needs no turns as long as no times are asked for.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib.util
 import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +39,8 @@ class Entry:
     charges: tuple[str, ...] = ()
     """One of which it must get; none for an honest one."""
     needs_gpu: bool = False
+    needs: str | None = None
+    """A package that may not be installed."""
     needs_python: tuple[int, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
     inputs: str | None = None
@@ -89,18 +97,20 @@ def honest() -> list[Entry]:
     """Candidates of `honest`, at all sizes and dtypes of their references."""
     entries = []
     for path in sorted((ROOT / "honest").glob("*.py")):
+        supported = constants_of(path).get("INPUTS")
         for name in _candidates_in(path):
             reference, _, _ = name.partition("__")
             file = ROOT / "references" / f"{reference}.py"
             constants = constants_of(file)
             for sizes in constants["SIZES"]:
-                for draw in constants["INPUTS"]:
+                for draw in supported or constants["INPUTS"]:
                     entries.append(
                         Entry(
                             name=f"{path.stem}.{name} {draw} {sizes}",
                             candidate=f"{path}:{name}",
                             reference=f"{file}:{reference}",
-                            needs_gpu=path.stem == "nearpeak_kernels",
+                            needs_gpu=path.stem in ("nearpeak_kernels", "liger_kernels"),
+                            needs="liger_kernel" if path.stem == "liger_kernels" else None,
                             sizes=tuple(sizes.items()),
                             inputs=f"{file}:{draw}",
                         )
@@ -117,7 +127,7 @@ def _candidates_in(path: Path) -> Iterator[str]:
         else:
             targets = node.targets if isinstance(node, ast.Assign) else []
             names = [target.id for target in targets if isinstance(target, ast.Name)]
-        yield from (name for name in names if not name.startswith("_"))
+        yield from (name for name in names if not name.startswith("_") and not name.isupper())
 
 
 def tasks() -> list[Entry]:
@@ -149,8 +159,12 @@ def judged(entries: list[Entry], arguments: argparse.Namespace) -> Iterator[dict
     for entry in entries:
         if (entry.needs_gpu and not has_gpu) or entry.needs_python > sys.version_info[:2]:
             continue
+        if entry.needs and importlib.util.find_spec(entry.needs) is None:
+            continue
         if time.monotonic() - start > arguments.seconds:
             return
+        if arguments.claims and not _claim(Path(arguments.claims) / entry.name.replace("/", "_")):
+            continue
         options = {"sizes": [dict(entry.sizes)]} if entry.sizes else {}
         row: dict[str, Any] = {"name": entry.name, "expected": entry.charges}
         try:
@@ -184,6 +198,42 @@ def judged(entries: list[Entry], arguments: argparse.Namespace) -> Iterator[dict
         }
 
 
+def _claim(path: Path) -> bool:
+    """Whether nobody else judges this entry."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def judged_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Rows from several processes, each of which takes the next entry that nobody has taken."""
+    options = ["--only", arguments.only, "--limit", str(arguments.limit), "--start", str(arguments.start)]
+    options += ["--seconds", str(arguments.seconds), "--max-seconds", str(arguments.max_seconds)]
+    options += ["--part", arguments.part, *(["--no-times"] if arguments.no_times else [])]
+    # Compilers that each start a process per processor would wait for one another.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with tempfile.TemporaryDirectory(prefix="claims-") as folder:
+        command = [sys.executable, "-m", "benchmarks.judge", arguments.corpus, "--claims", folder, *options]
+        files = [Path(folder) / f"part-{i}.json" for i in range(arguments.jobs)]
+        processes = [
+            subprocess.Popen([*command, "--json", str(file)], stdout=subprocess.DEVNULL, env=environment)
+            for file in files
+        ]
+        taken = [0] * len(files)
+        while True:
+            is_over = all([process.poll() is not None for process in processes])
+            for i, file in enumerate(files):
+                with contextlib.suppress(OSError, ValueError):  # it is not there yet, or is being written
+                    rows = json.loads(file.read_text(encoding="utf-8"))
+                    yield from rows[taken[i] :]
+                    taken[i] = len(rows)
+            if is_over:
+                return
+            time.sleep(0.5)
+
+
 def is_met(row: dict[str, Any]) -> bool:
     """Whether a judgement is what was expected of it."""
     if "error" in row:
@@ -200,6 +250,9 @@ def main() -> int:
     parser.add_argument("--only", default="", help="entries whose name contains this")
     parser.add_argument("--limit", type=int, default=10_000)
     parser.add_argument("--part", default="0/1", metavar="I/N", help="every N-th entry from the I-th on: N at once")
+    parser.add_argument("--start", type=int, default=0, metavar="N", help="leave out the first N entries")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="judge N at once")
+    parser.add_argument("--claims", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no judgement after this time")
     parser.add_argument("--max-seconds", type=float, default=3.0)
     parser.add_argument("--no-times", action="store_true")
@@ -209,7 +262,8 @@ def main() -> int:
     entries = [entry for entry in CORPORA[arguments.corpus]() if arguments.only in entry.name]
     rows = []
     part, parts = (int(number) for number in arguments.part.split("/"))
-    for row in judged(entries[part::parts][: arguments.limit], arguments):
+    entries = entries[arguments.start :][part::parts][: arguments.limit]
+    for row in judged_at_once(arguments) if arguments.jobs > 1 else judged(entries, arguments):
         rows.append(row)
         state = "ok  " if is_met(row) else "MISS"
         print(state, row["name"], row.get("error") or row["charges"], f"{row['seconds']:.1f} s", flush=True)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
+import signal
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -11,9 +15,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nearpeak.judging.channel import Channel
-from nearpeak.judging.judge import _missing_work, _Trial
-from nearpeak.judging.runner import Runner, disturb, halve
+from nearpeak.judging.channel import Channel, _is_stopped
+from nearpeak.judging.judge import _missing_work, _Privileges, _Trial
+from nearpeak.judging.runner import Guard, Runner, _torch_spaces, disturb, halve
 from nearpeak.judging.variants import Inputs, Variant
 
 
@@ -159,3 +163,121 @@ def test_the_work_of_children_is_seen_also_where_their_parent_has_ended(tmp_path
     with contextlib.suppress(ChildProcessError):
         os.waitpid(child, 0)
     assert channel.child_seconds() - before > 0.05
+
+
+def results_of(function):
+    runner = Runner.__new__(Runner)
+    runner.device, runner.functions = torch.device("cpu"), {"candidate": function}
+    runner.sets = [((torch.randn(8, 8),), {})]
+    return runner.do_results({"seed": 1, "calls": 40, "seconds": 10.0})
+
+
+def test_buffers_that_are_used_in_turn_are_seen():
+    buffers = [torch.empty(8, 8) for _ in range(24)]
+
+    def ring(x):
+        buffers.append(buffers.pop(0))
+        return torch.softmax(x, -1, out=buffers[-1])
+
+    assert results_of(ring)["overwritten"]
+    assert not results_of(lambda x: torch.softmax(x, -1))["overwritten"]
+
+
+@pytest.mark.parametrize(("first", "charges"), [(5e-3, ["LAZY_RESULT"]), (1.1e-3, [])])
+def test_a_result_that_takes_long_at_its_first_reading_is_lazy(first, charges):
+    trial = _Trial.__new__(_Trial)
+    trial.mutated, trial.charges, trial.draws, trial._left = [], {}, random.Random(0), lambda share: 1.0
+    trial._ask = lambda do, **content: {
+        "call": [1e-3] * 9,
+        "first": [first] * 7,
+        "second": [1e-3] * 7,
+        "overwritten": False,
+    }
+    trial._check_results()
+    assert list(trial.charges) == charges
+
+
+def test_a_copy_on_write_is_a_lazy_result():
+    runner = Runner.__new__(Runner)
+    x = torch.randn(2, 3)
+    assert "charge" not in runner._form(x.t().clone())
+    assert runner._form(torch._lazy_clone(x.t()))["charge"] == "LAZY_RESULT"
+
+
+def guard_of(reference="/somewhere/reference.py"):
+    guard = Guard.__new__(Guard)
+    guard.seen, guard.folder, guard.reference = {}, "/somewhere/judge", reference
+    return guard
+
+
+def test_files_of_other_processes_are_the_judges():
+    guard = guard_of()
+    for own in ("/proc/self/maps", f"/proc/{os.getpid()}/mem", f"/proc/{os.getppid()}/stat"):
+        guard._used_path("open", own)
+    assert guard.seen == {}
+    guard._used_path("open", f"/proc/{os.getppid()}/mem")
+    assert list(guard.seen) == ["READS_JUDGE"]
+
+
+@pytest.mark.parametrize(
+    ("event", "arguments"),
+    [
+        ("subprocess.Popen", ("cp", ["cp", "/somewhere/reference.py", "mine.py"], None, None)),
+        ("os.system", (b"cat '/somewhere/reference.py' > mine.py",)),
+    ],
+)
+def test_a_program_that_gets_the_file_of_the_reference_is_seen(event, arguments):
+    guard = guard_of()
+    guard.is_own, guard.is_timed, guard.processes_started = SimpleNamespace(), False, 0
+    guard._audit(event, ("cc", ["cc", "-O2", "kernel.c"], None, None))
+    assert guard.seen == {}
+    guard._audit(event, arguments)
+    assert list(guard.seen) == ["CALLS_REFERENCE"]
+
+
+def test_a_function_of_its_own_anywhere_in_torch_is_seen(monkeypatch):
+    guard = guard_of()
+    guard._torch = {name: dict(space) for name, space in _torch_spaces()}
+    guard.inspect_all_of_torch()
+    assert guard.seen == {}
+    monkeypatch.setattr(torch.autograd.profiler_util.EventList, "table", lambda self: "")
+    guard.inspect_all_of_torch()
+    assert "EventList.table" in guard.seen["CHECKER_PATCHED"]
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_FIFO"), reason="needs the schedulers of Linux")
+def test_what_the_system_gives_a_process_before_others():
+    usual = _Privileges(0, 2, os.SCHED_OTHER)
+    assert _Privileges(0, 2, os.SCHED_FIFO).is_above(usual) and _Privileges(-5, 2, os.SCHED_OTHER).is_above(usual)
+    assert usual.is_above(_Privileges(0, 2, os.SCHED_IDLE))
+    for honest in (usual, _Privileges(0, 1, os.SCHED_OTHER), _Privileges(5, 2, os.SCHED_OTHER)):
+        assert not honest.is_above(usual)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_that_is_stopped_is_seen():
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        assert not _is_stopped(process.pid)
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert _is_stopped(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "charges"),
+    [
+        ([(0.09, 0.1)] * 8, ["WORK_BETWEEN_CALLS"]),
+        ([(0.09, 0.1)] * 4 + [(0.0, 0.1)] * 4, []),
+        ([(0.004, 0.005)] * 4, []),
+        ([], []),
+    ],
+)
+def test_work_while_others_are_timed_is_a_charge_if_it_goes_on(blocks, charges):
+    trial = _Trial.__new__(_Trial)
+    trial.charges, trial.beside_rivals = {}, blocks
+    trial._check_beside_rivals()
+    assert list(trial.charges) == charges

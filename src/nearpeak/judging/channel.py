@@ -22,6 +22,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from nearpeak.errors import EnvironmentProblem
 
 START_SECONDS = 120.0
+WATCH_S = 0.004
+"""Between the looks at a process that is watched."""
 RUNS = 1 << 20
 """What the server says of a runner that has not ended: no exit code."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -66,13 +68,15 @@ class Channel:
         self.folder, self.timeout = folder, timeout
         self.forged: str = ""
         """A line that the runner did not write."""
+        self.stops = 0
+        """How often the process was seen stopped while it was watched."""
         self._log = folder / f"log-{secrets.token_hex(4)}"
         commands_read, self._commands = os.pipe()
         self._replies, replies_write = os.pipe()
         arguments = [str(folder), device]
         with self._log.open("wb") as log:
             descriptors = (commands_read, replies_write, log.fileno())
-            if device == "cpu" and not prefix:
+            if not prefix:
                 self._process: Process = _server_process(arguments, descriptors)
             else:
                 self._process = _own_process(prefix, arguments, descriptors)
@@ -87,13 +91,13 @@ class Channel:
         """Of the process."""
         return self._process.pid
 
-    def ask(self, do: str, timeout: float | None = None, **content: Any) -> Reply:
-        """Gives a command and waits for its reply."""
+    def ask(self, do: str, timeout: float | None = None, *, watched: bool = False, **content: Any) -> Reply:
+        """Gives a command and waits for its reply; `watched` also looks whether somebody stops the process."""
         if not self._ready:
             self._read("", START_SECONDS)
             self._ready = True
         start = time.perf_counter()
-        reply = self.answer(self.command(do, **content), timeout)
+        reply = self.answer(self.command(do, **content), timeout, watched=watched)
         return Reply(reply, time.perf_counter() - start)
 
     def command(self, do: str, **content: Any) -> str:
@@ -105,17 +109,17 @@ class Channel:
             raise self._ended() from None
         return token
 
-    def answer(self, token: str, timeout: float | None = None) -> dict[str, Any]:
+    def answer(self, token: str, timeout: float | None = None, *, watched: bool = False) -> dict[str, Any]:
         """The reply to a command, of which only one is under way."""
         if not self._ready:
             self._read("", START_SECONDS)
             self._ready = True
-        reply = self._read(token, timeout or self.timeout)
+        reply = self._read(token, timeout or self.timeout, watched=watched)
         if "error" in reply:
             raise CandidateError(str(reply["error"])[:400], str(reply.get("kind"))[:100])
         return reply
 
-    def _read(self, token: str, timeout: float) -> dict[str, Any]:
+    def _read(self, token: str, timeout: float, *, watched: bool = False) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
         while True:
             line, separator, rest = self._buffer.partition(b"\n")
@@ -127,6 +131,9 @@ class Channel:
                 self.forged = line[:100].decode("utf-8", "replace")
                 continue
             left = deadline - time.monotonic()
+            while watched and left > 0 and not select.select([self._replies], [], [], min(left, WATCH_S))[0]:
+                self.stops += _is_stopped(self.pid)
+                left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._replies], [], [], left)[0]:
                 self.close()
                 raise ProcessEnded("HUNG", f"no reply within {timeout:g} s", self.last_words())
@@ -235,6 +242,13 @@ def waited_seconds(pid: int) -> float:
         return 0.0
 
 
+def _is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (OSError, IndexError):
+        return False
+
+
 def _process_times() -> tuple[dict[int, tuple[float, float]], dict[int, list[int]]]:
     """Of each process, the processor time of its own and of its children that ended; and the children of each."""
     times: dict[int, tuple[float, float]] = {}
@@ -272,20 +286,21 @@ def _own_process(prefix: Sequence[str], arguments: list[str], descriptors: tuple
 
 
 class _Server:
-    """A process that has imported torch, and forks runners for a CPU: a start takes milliseconds instead of seconds.
+    """A process that has imported torch, and forks runners: a start takes milliseconds instead of seconds.
 
-    It runs no code of candidates. A GPU cannot be used after a fork, so runners for one are started one by one.
+    It runs no code of candidates, and never uses a GPU, which nobody could use after a fork then.
     """
 
-    current: ClassVar[_Server | None] = None
+    current: ClassVar[dict[bool, _Server]] = {}
+    """Whether its runners are for a CPU, and the server."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cpu: bool) -> None:
         self.socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # a message is a message
         self.process = subprocess.Popen(
             [sys.executable, "-m", "nearpeak.judging.runner", "--server", str(other.fileno())],
             stdin=subprocess.DEVNULL,
             pass_fds=(other.fileno(),),
-            env=_environment("cpu"),
+            env=_environment("cpu" if is_cpu else "cuda"),
             start_new_session=True,
         )
         other.close()
@@ -311,12 +326,14 @@ class _Server:
         return self.receive()
 
     @classmethod
-    def running(cls) -> _Server:
-        """The server of this process, started where there is none."""
-        if cls.current is None or cls.current.process.poll() is not None:
-            cls.current = cls()
-            atexit.register(cls.current.close)
-        return cls.current
+    def running(cls, device: str) -> _Server:
+        """The server of this process for runners of a device, started where there is none."""
+        is_cpu = device == "cpu"
+        server = cls.current.get(is_cpu)
+        if server is None or server.process.poll() is not None:
+            server = cls.current[is_cpu] = cls(is_cpu)
+            atexit.register(server.close)
+        return server
 
     def close(self) -> None:
         """Ends the server."""
@@ -368,19 +385,19 @@ class _ForkedProcess:
 
 def _server_process(arguments: list[str], descriptors: tuple[int, int, int]) -> Process:
     message = {"do": "start", "arguments": arguments, "folder": str(Path.cwd())}
-    server = _Server.running()
+    server = _Server.running(arguments[1])
     try:
         server.send(message, descriptors)
     except OSError:  # it was ended between two judgements
         server.close()
-        server = _Server.running()
+        server = _Server.running(arguments[1])
         server.send(message, descriptors)
     return _ForkedProcess(server)
 
 
-def start_server() -> None:
-    """Begins to import torch in the process that runners for a CPU are forked from, and does not wait for it."""
-    _Server.running()
+def start_server(device: str) -> None:
+    """Begins to import torch in the process that runners are forked from, and does not wait for it."""
+    _Server.running(device)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,7 @@ from nearpeak.measure.compare import CONFIDENCE
 from nearpeak.measure.compare import judge as compare_timings
 from nearpeak.measure.gpu import GpuInstrument, gpu_instrument
 from nearpeak.measure.inputs import device_for
+from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.machine import known_machine
 from nearpeak.measure.options import Options, Progress
 from nearpeak.measure.quality import interval_of
@@ -78,6 +79,8 @@ BUDGET_S = {"cpu": 27.0, "cuda": 55.0}
 """Of a judgement: with the import of torch, half a minute on a CPU and a minute on a GPU."""
 MOST_WAITING = 4.0
 """Budgets that a judgement may take longer because the processes of a busy machine wait for a processor."""
+BUSY_MACHINE = 0.2
+"""Of a judgement, for which its processes wait for a processor: the notes say so from there on."""
 LEAST_WAIT_S = 10.0
 """A call that takes less has not hung, however little of the budget is left."""
 PROBES_UNTIL, CHECKS_UNTIL, COMPILED_UNTIL, TIMES_UNTIL = 0.25, 0.45, 0.5, 0.62
@@ -91,6 +94,8 @@ MOST_BLOCKS = 40
 CLOCK_RUN_S = 0.03
 IDLE_S = 0.2
 BUSY_SHARE = 0.6
+BESIDE_SHARE = 0.2
+"""Of the time in which others are timed, for which a candidate may be busy: its process is looked at between calls."""
 CHILD_RUN_S, CHILD_SHARE = 0.5, 0.08
 """Calls in a row beside which processes that it started may work, and the share of all work that they may do."""
 LATE_S = (0.5, 1.0, 2.0)
@@ -106,6 +111,10 @@ FEWEST_CHECKED = 4
 KEPT_BYTES = 1 << 30
 RANDOM_SHARE = 0.1
 """Of the values of a reference, by which it may differ from itself."""
+MOST_REPEATED, REPEATED_S = 150, 0.4
+"""Calls that must leave the result of the first one as it was."""
+LATE_SHARE = 0.5
+"""Of the time of a call, by which the first reading of its result may take longer than the second."""
 LONG_CALL_S = 0.05
 """A call whose time says what it does: what launches and copies take is little of it."""
 WORK_TURNS = 4
@@ -292,12 +301,33 @@ class _KeptBlock:
     bytes: int
 
 
-def _privileges(pid: int) -> tuple[int, int]:
-    """The priority of a process, and how many processors it may use."""
+class _Privileges(NamedTuple):
+    """What the system gives a process before others."""
+
+    priority: int = 0
+    """Less is more."""
+    processors: int = 0
+    policy: int = 0
+    """Of the scheduler."""
+
+    def is_above(self, other: _Privileges) -> bool:
+        """Whether a process with these takes processors from one with others."""
+        ranks = [_POLICIES.get(each.policy, 2) for each in (self, other)]
+        return ranks[0] > ranks[1] or (ranks[0] == ranks[1] and self.priority < other.priority)
+
+
+_POLICIES = {getattr(os, f"SCHED_{name}", -1 - rank): rank for rank, name in enumerate(("IDLE", "BATCH", "OTHER"))}
+_POLICIES |= {getattr(os, f"SCHED_{name}", -9): 3 for name in ("RR", "FIFO")}
+"""By what comes first."""
+
+
+def _privileges(pid: int) -> _Privileges:
+    """Those of the first thread of a process."""
     try:
-        return os.getpriority(os.PRIO_PROCESS, pid), len(os.sched_getaffinity(pid))
+        policy = os.sched_getscheduler(pid)
+        return _Privileges(os.getpriority(os.PRIO_PROCESS, pid), len(os.sched_getaffinity(pid)), policy)
     except (AttributeError, OSError):  # another system, or the process has ended
-        return 0, 0
+        return _Privileges()
 
 
 def _is_drawn(first: torch.Tensor, second: torch.Tensor) -> bool:
@@ -354,6 +384,8 @@ class _Trial:
         self.is_state_known = False
         self.mutated: list[int] = []
         """Positions of the tensors that the reference changes."""
+        self.beside_rivals: list[tuple[float, float]] = []
+        """Processor seconds of the candidate's processes during the blocks of its rivals, and the seconds of these."""
         self.keys: list[str] | None = None
         """Of the reference's result, where it is a dictionary."""
         self.has_gradients = False
@@ -390,9 +422,14 @@ class _Trial:
                 raise
             self._charge("READS_JUDGE", "it removed the folder of the judge")
         finally:
+            waited = self._waited()
             self.channel.close()
             if self.rival_channel is not None:
                 self.rival_channel.close()
+        seconds = time.perf_counter() - self.start
+        if waited > BUSY_MACHINE * seconds:
+            words = f"in {waited:.0f} of {seconds:.0f} s the judge waited for a processor"
+            self.notes.append(f"The machine was busy: {words}, which its budget does not count.")
         if self.channel.forged:
             self._charge("FORGED_REPORT", f"a line that the runner did not write: {self.channel.forged!r}")
         self._settle_charges()
@@ -408,10 +445,14 @@ class _Trial:
             last_words=self.last_words,
             notes=tuple(self.notes),
             environment=_environment(self._instrument()),
-            seconds=time.perf_counter() - self.start,
+            seconds=seconds,
         )
 
     # The budget
+
+    def _waited(self) -> float:
+        """Seconds in which this process and those that it waits for waited for a processor."""
+        return self._waited_by_others + self.channel.waited_seconds() + waited_seconds(os.getpid()) - self.waited
 
     def _left(self, share: float = 1.0) -> float:
         """Seconds until this share of the budget is spent.
@@ -419,8 +460,8 @@ class _Trial:
         On a busy machine, the time in which this process and those that it waits for wait for a processor does not
         count, up to a limit: it must not make the judge blind.
         """
-        waited = self._waited_by_others + self.channel.waited_seconds() + waited_seconds(os.getpid()) - self.waited
-        return self.start + share * self.budget + min(MOST_WAITING * self.budget, waited) - time.perf_counter()
+        waited = min(MOST_WAITING * self.budget, self._waited())
+        return self.start + share * self.budget + waited - time.perf_counter()
 
     @property
     def _patience(self) -> float:
@@ -927,6 +968,22 @@ class _Trial:
         steps = [b - a for a, b in itertools.pairwise(sizes[1:])]
         if steps and min(steps) > 0:
             self._charge("MEMOIZED", f"every call keeps {min(steps)} bytes more of tensors")
+        self._check_results()
+
+    def _check_results(self) -> None:
+        """Whether results are there when a call returns, and stay for as many calls as time allows."""
+        # What changes its inputs would change the same memory again and again.
+        if self.mutated or self._left(CHECKS_UNTIL) <= 0:
+            return
+        reply = self._ask("results", seed=self.draws.getrandbits(48), calls=MOST_REPEATED, seconds=REPEATED_S)
+        if reply["overwritten"] and not self._aliases(self.given):
+            evidence = f"the result of the first call changed during the next {len(reply['call'])}"
+            self._charge("RESULT_OVERWRITTEN", evidence)
+        late = min(first - second for first, second in zip(reply["first"], reply["second"], strict=True))
+        call = median(reply["call"])
+        if late > max(LATE_SHARE * call, 20e-6):
+            words = f"a call takes {call * 1e6:.0f} us, and its result {late * 1e6:.0f} us more at the first reading"
+            self._charge("LAZY_RESULT", f"{words} than at the second")
 
     def _probe_work(self, charge: str, inputs: Inputs, words: str, message: dict[str, Any]) -> None:
         """The same by the kernels of a call: in short calls, launches and copies take longer than the work."""
@@ -1050,7 +1107,27 @@ class _Trial:
             return
         if (now := _privileges(self.rival_channel.pid)) != self.rival_privileges:
             before, after = (", ".join(map(str, each)) for each in (self.rival_privileges, now))
-            self._charge("DISTURBS_RIVAL", f"priority and processors of the reference were {before}, and are {after}")
+            words = "priority, processors and scheduling policy of the reference"
+            self._charge("DISTURBS_RIVAL", f"{words} were {before}, and are {after}")
+        elif (own := _privileges(self.channel.pid)).is_above(now):
+            evidence = f"it gave itself priority {own.priority} and scheduling policy {own.policy}"
+            self._charge("DISTURBS_RIVAL", f"{evidence}; the reference has {now.priority} and {now.policy}")
+        if self.rival_channel.stops:
+            self._charge(
+                "DISTURBS_RIVAL", f"the process of the reference was stopped, seen {self.rival_channel.stops} times"
+            )
+        self._check_beside_rivals()
+
+    def _check_beside_rivals(self) -> None:
+        """Whether it worked while the rivals were timed, in each half of their blocks."""
+        half = len(self.beside_rivals) // 2
+        shares = []
+        for part in (self.beside_rivals[:half], self.beside_rivals[half:]):
+            worked, passed = (sum(column) for column in zip(*part, strict=True)) if part else (0.0, 1.0)
+            shares.append(worked / max(passed, 0.05))
+        if min(shares) > BESIDE_SHARE:
+            evidence = f"it was busy for {100 * min(shares):.0f} % of the time in which others were timed"
+            self._charge("WORK_BETWEEN_CALLS", evidence)
 
     def _import_reference(self) -> None:
         """Imports the reference in the process of the rivals."""
@@ -1075,7 +1152,7 @@ class _Trial:
         """A command to the process of the reference."""
         assert self.rival_channel is not None
         try:
-            return self.rival_channel.ask(do, self._patience, **content).content
+            return self.rival_channel.ask(do, self._patience, watched=do == "block", **content).content
         except ProcessEnded as end:
             raise _RivalEnded(end.evidence) from None
 
@@ -1194,8 +1271,16 @@ class _Trial:
 
     def _block(self, name: str, cache: str, seed: int, calls: int) -> dict[str, Any] | None:
         message: dict[str, Any] = {"name": name, "cache": cache, "seed": seed, "calls": calls, "mutated": self.mutated}
+        if (device := self._instrument()) is not None:
+            message["zero"] = zero_of(device.index, "cold" if cache == "cold" else "hot").events
         if name != "candidate":
-            return self._ask_rival("block", **message)
+            self._ask("rest")
+            start, before = time.perf_counter(), self._worked(True)
+            block = self._ask_rival("block", **message)
+            after, passed = self._worked(True), time.perf_counter() - start
+            if before is not None and after is not None:
+                self.beside_rivals.append((after - before, passed))
+            return block
         try:
             return self._ask("block", **message)
         except CandidateError as error:

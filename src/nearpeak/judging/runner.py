@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -41,7 +42,6 @@ from nearpeak.measure import gpu, instrument, kernel_times, samplers, statistics
 from nearpeak.measure.bench import quiet_collector
 from nearpeak.measure.case import describe_error
 from nearpeak.measure.gpu import GpuInstrument, Stage, gpu_instrument
-from nearpeak.measure.instrument import zero_of
 from nearpeak.measure.kernel_times import profile_calls
 from nearpeak.measure.samplers import EventSampler, HostEviction, HostSampler
 
@@ -77,6 +77,7 @@ class Guard:
         self._before = {name: self._read(owner) for name, owner in self._owners().items()}
         self._globals = {module: dict(vars(module)) for module in _OWN_MODULES}
         self._codes = [(name, space, key, self._parts(space[key])) for name, space, key in self._functions()]
+        self._torch = {name: dict(space) for name, space in _torch_spaces()}
         self._kernels = _registered_kernels()
         self._handlers = _handlers()
         self.is_timed = False
@@ -178,6 +179,16 @@ class Guard:
                 place = f"{owner_name}.{name}"
                 self.saw(_charge_for(owner_name, name), f"{place} is no longer what it was before the import")
 
+    def inspect_all_of_torch(self) -> None:
+        """Looks for code of the candidate in place of anything that torch had: it may serve what compares calls."""
+        for name, space in _torch_spaces():
+            for key, value in self._torch.get(name, {}).items():
+                if (new := space.get(key, value)) is value:
+                    continue
+                code = getattr(getattr(new, "__func__", new), "__code__", None)
+                if code is not None and not _is_others_code(code.co_filename):
+                    self.saw("CHECKER_PATCHED", f"{name}.{key} is a function of its own")
+
     def _inspect_runner(self) -> None:
         """Compares the code around the calls."""
         for module, before in self._globals.items():
@@ -215,6 +226,8 @@ class Guard:
                     self._used_path(event, path)
             elif event in _PROCESS_EVENTS:
                 self.processes_started += self.is_timed
+                for word in _words_in(arguments):
+                    self._named_path(event, word)
             elif event in _CODE_EVENTS:
                 code = arguments[_CODE_EVENTS[event]]
                 file = getattr(code, "co_filename", code)
@@ -223,8 +236,10 @@ class Guard:
                         "INSPECTS_CALLER", f"it gave code of its own the name of {Path(file).name}, to hide who asks"
                     )
             elif event == "ctypes.dlsym":
-                if "Frame" in str(arguments[1]) and self._asked_by_candidate(through=("/ctypes/__init__.py",)):
-                    self.saw("INSPECTS_CALLER", f"it took {arguments[1]} of the interpreter")
+                name = str(arguments[1])
+                charge = "INSPECTS_CALLER" if "Frame" in name else "READS_JUDGE" if name in _OTHERS_MEMORY else ""
+                if charge and self._asked_by_candidate(through=("/ctypes/__init__.py",)):
+                    self.saw(charge, f"it took {name} of the interpreter or the system")
             elif event == "object.__getattr__":
                 if arguments[1] in _FRAMES and self._asked_by_candidate(through=()):
                     self.saw("INSPECTS_CALLER", f"it read {arguments[1]}")
@@ -242,6 +257,12 @@ class Guard:
     def _used_path(self, event: str, path: Any) -> None:
         if not isinstance(path, (str, bytes)):
             return
+        did = "opened" if event == "open" else f"called {event} on"
+        if (inside := _IN_PROCESS.match(os.path.normpath(os.fsdecode(path)))) and not _is_own_process(int(inside[1])):
+            self.saw("READS_JUDGE", f"it {did} {inside[0]}, which is in another process")
+        self._named_path(event, path)
+
+    def _named_path(self, event: str, path: Any) -> None:
         full = os.path.realpath(os.fsdecode(path))
         did = "opened" if event == "open" else f"called {event} on"
         if self.reference and (full == self.reference or _source_of(full) == self.reference):
@@ -271,6 +292,10 @@ _PATH_EVENTS = {
     **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 2),
 }
 """Audit events of files, with the number of their arguments that are paths."""
+_IN_PROCESS = re.compile(r"/proc/(\d+)/(?:task/\d+/)?(?:mem|maps|smaps|pagemap|environ|fd|fdinfo|map_files|root|cwd)\b")
+"""Files that show or change the memory of a process, and what it has open."""
+_OTHERS_MEMORY = {"process_vm_readv", "process_vm_writev", "ptrace", "pidfd_getfd"}
+"""Functions of the system that reach into other processes."""
 _FRAMES = {"tb_frame", "gi_frame", "cr_frame", "ag_frame"}
 """Attributes from which the frames of callers can be reached."""
 _PROCESS_EVENTS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"}
@@ -284,6 +309,20 @@ _WATCHED = {
     *("sys._getframe", "sys._current_frames", "sys.setprofile", "sys.settrace", "object.__getattr__"),
     *("gc.get_objects", "gc.get_referrers", "gc.get_referents", "object.__setattr__", "os.kill", "os.killpg"),
 }
+
+
+def _words_in(arguments: Any) -> Iterator[str]:
+    """The texts among the arguments of a program that is started; those of a shell's command one by one."""
+    if isinstance(arguments, (str, bytes)):
+        text = os.fsdecode(arguments)
+        yield from {text, *text.replace("'", " ").replace('"', " ").split()}
+    elif isinstance(arguments, os.PathLike):
+        yield os.fsdecode(arguments)
+    elif isinstance(arguments, (list, tuple)):
+        for each in arguments:
+            yield from _words_in(each)
+
+
 _TIMERS = ("time", "torch.cuda", "torch.cuda.Event", "torch.cuda.Stream", "torch.accelerator", "threading")
 
 
@@ -324,6 +363,18 @@ def _registered_kernels() -> dict[str, set[str]]:
         name: {line for line in torch._C._dispatch_dump(name).splitlines() if line.startswith(_DISPATCH_KEYS)}
         for name in _OPERATORS
     }
+
+
+def _torch_spaces() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The names in the modules of torch that are loaded, and in the classes that they define."""
+    for name, module in list(sys.modules.items()):
+        if name == "torch" or name.startswith("torch."):
+            space = getattr(module, "__dict__", {})
+            yield name, space
+            for value in list(space.values()):
+                # Some objects warn where they are asked for their class.
+                if issubclass(type(value), type) and value.__module__ == name:
+                    yield f"{name}.{value.__name__}", vars(value)
 
 
 _OPERATORS = tuple(
@@ -417,8 +468,8 @@ class Runner:
         """What torch sets up at the first use of a thing is not the candidate's doing."""
         if self.device.type != "cpu":
             assert self.instrument is not None
-            zero_of(self.instrument.index, "cold")
-            zero_of(self.instrument.index, "hot")
+            x = torch.ones(8, device=self.device)
+            profile_calls(lambda: x * 2, 1, synchronize=self.synchronize)
         (torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2)).sum().backward()
 
     def do_compile(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -695,7 +746,7 @@ class Runner:
                 method = f"host clock around each of {calls} calls on new inputs"
             else:
                 seconds, enqueue = self._estimate(name)
-                zero = zero_of(device.index, cache).events
+                zero = float(message["zero"])
                 stage = Stage(device, cache, reset=touch, pace_seconds=min(2e-3, 2 * seconds))
                 sampler = EventSampler(
                     device, call, stage, call_seconds=seconds, enqueue_seconds=enqueue, zero_seconds=zero, calls=calls
@@ -797,11 +848,53 @@ class Runner:
             sizes.append(self._live_bytes())
         return {"bytes": sizes}
 
+    def do_results(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Times of calls, and of the first and the second reading of their results; whether the first result stays."""
+        clock = _processor_clock if self.device.type == "cpu" else _clock
+        self.staged, self.outputs = [], []
+        self._stage(message["seed"], 4)
+        times: dict[str, list[float]] = {"call": [], "first": [], "second": []}
+        kept: Any = None
+        snapshot: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+        end = _clock() + message["seconds"]
+        for i in range(message["calls"]):
+            # The inputs of the first call do not come again: the same values would leave its result as it is.
+            args, kwargs = self.staged[i % 3 + 1 if i else 0]
+            is_read = i < PROBE_CALLS
+            self.synchronize()
+            start = clock()
+            result = self.functions["candidate"](*args, **kwargs)
+            self.synchronize()
+            times["call"].append(clock() - start)
+            if is_read:
+                tensors = [tensor.detach() for tensor in tensors_in(result)]
+                targets = targets or [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in tensors]
+                for reading in ("first", "second"):
+                    start = clock()
+                    for target, tensor in zip(targets, tensors, strict=True):
+                        target.copy_(tensor)
+                    self.synchronize()
+                    times[reading].append(clock() - start)
+            if kept is None:
+                kept = result
+                snapshot = [_clone(tensor.detach()) for tensor in tensors_in(kept)]
+            del result
+            if _clock() > end and i >= 2:
+                break
+        same = all(_same_bits(a, b) for a, b in zip(snapshot, tensors_in(kept), strict=True))
+        return {**times, "overwritten": not same}
+
+    def do_rest(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Nothing, when all that earlier commands left to do is done."""
+        return {}
+
     def do_integrity(self, message: dict[str, Any]) -> dict[str, Any]:
         """What the candidate was seen to do to this process."""
         assert self.guard is not None
         self.guard.inspect()
         self.guard.inspect_torch()
+        self.guard.inspect_all_of_torch()
         changed = [name for name, value in _settings().items() if self.settings[name] != value]
         return {"charges": self.guard.seen, "settings": changed}
 
@@ -929,6 +1022,8 @@ class Runner:
                 return {"charge": "LAZY_RESULT", "evidence": f"it returned a {type(tensor).__name__}"}
             if tensor.layout != torch.strided:
                 return {"charge": "WRONG_FORM", "evidence": f"it returned a tensor of layout {tensor.layout}"}
+            if _is_copied_on_write(tensor):
+                return {"charge": "LAZY_RESULT", "evidence": "it returned a copy that is made at the first write"}
         if not tensors_in(result) and result is not None:
             return {"charge": "WRONG_FORM", "evidence": f"it returned a {type(result).__name__} without tensors"}
         return {
@@ -1016,6 +1111,9 @@ def _in_order(function: Callable[..., Any], keys: list[str]) -> Callable[..., An
     return call
 
 
+_is_copied_on_write: Callable[[torch.Tensor], bool] = getattr(torch._C, "_is_cow_tensor", lambda tensor: False)
+
+
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(_equal(bytes_of(a), bytes_of(b)))
 
@@ -1096,7 +1194,7 @@ def main(arguments: list[str]) -> None:
             reply = _obey(runner, message)
             runner._no_poison()
             write_message(replies, {**reply, "token": message["token"]})
-            if runner.guard is not None:
+            if runner.guard is not None and message["do"] != "rest":
                 runner.guard.inspect()  # while the judge goes on: what it times does not contain this
 
 
@@ -1141,7 +1239,13 @@ def _become_runner(message: dict[str, Any], descriptors: list[int]) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        main([str(commands), str(replies), *message["arguments"]])
+        arguments = [str(commands), str(replies), *message["arguments"]]
+        if torch.cuda._is_in_bad_fork() and message["arguments"][1] != "cpu":
+            # Something that the server imported has used the GPU: this process starts from the beginning.
+            for descriptor in (commands, replies):
+                os.set_inheritable(descriptor, True)
+            os.execv(sys.executable, [sys.executable, "-m", "nearpeak.judging.runner", *arguments])
+        main(arguments)
         code = 0
     except BaseException:
         traceback.print_exc()

@@ -98,14 +98,15 @@ def answer(
         squares = [torch.zeros_like(_reals(tensor).double()) for tensor in exact]
         for _ in range(draws):
             moved = map_tensors(wider, lambda t: perturb(t).requires_grad_(t.requires_grad) if _is_wide(t) else t)
-            for square, a, b in zip(squares, _run(function, moved[0], moved[1], seeds, None)[0], exact, strict=True):
-                difference = _reals(a).double() - _reals(b).double()
-                square += torch.where(difference.isfinite(), difference, 0.0) ** 2 / draws
+            results, _ = _run(function, moved[0], moved[1], seeds, None, mutated)
+            for square, a, b in zip(squares, results, exact, strict=True):
+                difference = (_reals(a).double() - _reals(b).double()).nan_to_num_(0.0, 0.0, 0.0)
+                square.addcmul_(difference, difference, value=1 / draws)
         return squares
 
     try:
         wider = wide((args, kwargs))
-        exact, _ = _run(function, wider[0], wider[1], seeds, None)
+        exact, _ = _run(function, wider[0], wider[1], seeds, None, mutated)
         is_exact = True
         squares = influence()
         if widest == torch.float64 and _are_mostly_zero(squares):
@@ -138,7 +139,7 @@ def without_nonfinite(known: Answer, function: Callable[..., Any], args: Any, kw
             return torch.where(plain.isfinite(), plain, value).requires_grad_(tensor.requires_grad)
 
         tree = wide(map_tensors((args, kwargs), clean))
-        return _run(function, tree[0], tree[1], None, None)[0]
+        return _run(function, tree[0], tree[1], None, None, known.mutated)[0]
 
     first, second = replaced(0.5), replaced(-2.0)
     exact = []
@@ -149,11 +150,18 @@ def without_nonfinite(known: Answer, function: Callable[..., Any], args: Any, kw
 
 
 def _run(
-    function: Callable[..., Any], args: Any, kwargs: Any, seeds: Sequence[torch.Tensor] | None, context: Any
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    seeds: Sequence[torch.Tensor] | None,
+    context: Any,
+    mutated: list[int] | None = None,
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """Results, changed inputs and gradients of one call, which gets copies of the inputs."""
+    """Results, changed inputs and gradients of one call, which gets copies of the inputs.
+
+    `mutated` has the positions of the inputs that change, where an earlier call has shown them.
+    """
     copies = map_tensors((args, kwargs), lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
-    before = [tensor.detach().clone() for tensor in tensors_in(copies)]
     if context is not None:
         with context():
             result = function(*copies[0], **copies[1])
@@ -161,7 +169,9 @@ def _run(
         result = function(*copies[0], **copies[1])
     results = tensors_in(result)
     after = tensors_in(copies)
-    mutated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not same_values(a, b)]
+    if mutated is None:
+        before = tensors_in((args, kwargs))
+        mutated = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if not same_values(a, b)]
     values = [tensor.detach() for tensor in results] + [after[i].detach() for i in mutated]
     if seeds is not None:
         inputs = [tensor for tensor in after if tensor.requires_grad]
@@ -228,49 +238,81 @@ def agreement(
         return _exact_agreement(result, own, wrong)
     roundoff = torch.finfo(own.dtype).eps / 2
     c, o, e = result.double(), own.double(), exact.double()
-    finite = o.isfinite() & e.isfinite()
-    both = finite & c.isfinite()
-    scale = float((torch.where(finite, e, 0.0) ** 2).mean().sqrt())
+    is_finite = math.isfinite(float(c.sum() + o.sum() + e.sum()))
+    finite = None if is_finite else o.isfinite() & e.isfinite()
+    both = None if finite is None else finite & c.isfinite()
+    scale = _rms(_where_true(finite, e))
     tiny = float(torch.finfo(own.dtype).tiny) * (2.0**-6 if own.dtype == torch.float16 else 1.0)
-    w = roundoff * e.abs().nan_to_num(posinf=0.0) + perturbed + known.unit * scale + tiny
-    own_error = torch.where(finite, (o - e).abs() / w, 0.0)
-    error = torch.where(both, (c - e).abs() / w, 0.0)
+    sums = perturbed + known.unit * scale
+    w = (e.abs() if is_finite else e.abs().nan_to_num_(posinf=0.0)).mul_(roundoff).add_(sums).add_(tiny)
+    own_error = _where_true(finite, (o - e).abs_().div_(w))
+    error = _where_true(both, (c - e).abs_().div_(w))
     worst_own = max(OWN_ERROR_64 if own.dtype == torch.float64 else 1.0, float(own_error.max()))
     order = math.sqrt(known.depth) / 2
-    tolerance = FACTOR * (worst_own + order * (perturbed + known.unit * scale) / w)
-    ratio = torch.where(both, error / tolerance, 0.0)
-    # Where the reference overflows, its own value counts as well as the one in float64; so does the same infinity.
-    # Which of infinity and NaN comes out is up to the kernel: torch's own differ in that from dtype to dtype.
-    opposite = c.isinf() & e.isinf() & (c != e)
-    same = (c == o) | (c == e) | (~c.isfinite() & ~(o.isfinite() & e.isfinite()) & ~opposite)
-    largest = float(torch.finfo(own.dtype).max)
-    same |= c.isinf() & (c.sign() == e.sign()) & (e.abs() + tolerance * w >= largest)
-    near_exact = c.isfinite() & e.isfinite() & ((c - e).abs() <= tolerance * w)
-    near_own = c.isfinite() & o.isfinite() & ((c - o).abs() <= tolerance * w.nan_to_num(posinf=0.0))
-    odd = ~both & ~(same | near_exact | near_own)
-    ratio = torch.where(odd, math.inf, ratio)
-    typical_own = float((torch.where(both, own_error, 0.0) ** 2).mean().sqrt())
-    typical = float((error**2).mean().sqrt())
-    rms_ratio = typical / max(typical_own, 1.0 if own.dtype == torch.float64 else 0.3)
-    wrong = ratio > 1
-    wrong_share = float(wrong.double().mean())
-    relative = float((torch.where(both, c - e, 0.0) ** 2).mean().sqrt()) / max(scale, 1e-300)
+    tolerance = (sums / w).mul_(FACTOR * order).add_(FACTOR * worst_own)
+    ratio = error / tolerance
+    has_odd = False
+    if both is not None and finite is not None:
+        odd = _are_odd(c, o, e, finite, both, tolerance * w, float(torch.finfo(own.dtype).max))
+        ratio.masked_fill_(odd, math.inf)
+        has_odd = bool(odd.any())
+    typical_own = _rms(_where_true(both, own_error))
+    rms_ratio = _rms(error) / max(typical_own, 1.0 if own.dtype == torch.float64 else 0.3)
     several = own.numel() >= 64
-    share = float((perturbed + known.unit * scale).mean() / w.mean())
-    limit = PRECISION_FACTOR * max(1.0, order * share)
-    everywhere = float((error > 2 * max(typical_own, 0.3)).double().mean()) > 0.3
-    looks_rounded = several and relative < 0.05 and everywhere and not bool(odd.any())
+    limit = PRECISION_FACTOR * max(1.0, order * float(sums.mean() / w.mean()))
+    lowered = several and rms_ratio > limit and not has_odd
     index = int(ratio.reshape(-1).argmax())
+    largest = float(ratio.reshape(-1)[index])
+    relative = wrong_share = unwritten_share = 0.0
+    looks_rounded = False
+    if largest > 1 or lowered:
+        wrong = ratio > 1
+        wrong_share = float(wrong.double().mean())
+        unwritten_share = float((wrong & (c == 0)).double().mean())
+        relative = _rms(_where_true(both, c - e)) / max(scale, 1e-300)
+        everywhere = float((error > 2 * max(typical_own, 0.3)).double().mean()) > 0.3
+        looks_rounded = several and relative < 0.05 and everywhere and not has_odd
     return Agreement(
-        error=float(ratio.max()),
+        error=largest,
         rms_ratio=rms_ratio,
         wrong_share=wrong_share,
-        unwritten_share=float((wrong & (c == 0)).double().mean()),
+        unwritten_share=unwritten_share,
         relative=relative,
         looks_rounded=looks_rounded,
-        lowered=several and rms_ratio > limit and not bool(odd.any()),
+        lowered=lowered,
         where=_where(index, own, c, e),
     )
+
+
+def _where_true(mask: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """The values with zero where the mask is not true; without a mask, the values."""
+    return values if mask is None else torch.where(mask, values, 0.0)
+
+
+def _rms(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) / math.sqrt(values.numel())
+
+
+def _are_odd(
+    c: torch.Tensor,
+    o: torch.Tensor,
+    e: torch.Tensor,
+    finite: torch.Tensor,
+    both: torch.Tensor,
+    allowed: torch.Tensor,
+    largest: float,
+) -> torch.Tensor:
+    """Elements that are wrong where a number is not finite.
+
+    Where the reference overflows, its own value counts as well as the one in float64; so does the same infinity. Which
+    of infinity and NaN comes out is up to the kernel: torch's own differ in that from dtype to dtype.
+    """
+    opposite = c.isinf() & e.isinf() & (c != e)
+    same = (c == o) | (c == e) | (~c.isfinite() & ~finite & ~opposite)
+    same |= c.isinf() & (c.sign() == e.sign()) & (e.abs() + allowed >= largest)
+    near_exact = c.isfinite() & e.isfinite() & ((c - e).abs() <= allowed)
+    near_own = c.isfinite() & o.isfinite() & ((c - o).abs() <= allowed.nan_to_num(posinf=0.0))
+    return ~both & ~(same | near_exact | near_own)
 
 
 def _where(index: int, own: torch.Tensor, c: torch.Tensor, e: torch.Tensor) -> str:

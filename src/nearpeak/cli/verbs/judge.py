@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         from nearpeak.judging.channel import start_server
 
-        if arguments.device == "cpu" or not any(map(os.path.exists, GPU_FILES)):
-            start_server()  # it imports torch while this process does
+        # It imports torch while this process does.
+        start_server("cpu" if arguments.device == "cpu" or not any(map(os.path.exists, GPU_FILES)) else "cuda")
         from nearpeak.judging.judge import judge, judge_suite
         from nearpeak.render.results import document_of
 
