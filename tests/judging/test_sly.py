@@ -225,6 +225,7 @@ HONEST = {
     "numpy": ("torch.exp(x).sum(-1)", "torch.from_numpy(x.exp().numpy().sum(-1))"),
     "custom_op": ("torch.relu(x)", "torch.ops.nearpeak_test.positive(x)"),
     "prints_its_errors": ("x + y", "report() or x + y"),
+    "imports_a_library_that_is_not_loaded": ("x - y", "x - y * getattr(__import__('colorsys'), 'TWO_THIRD') * 1.5"),
     "writes_its_argument": ("torch.add(x, 1, out=y) and None", "y.copy_(x + 1) and None"),
 }
 

@@ -83,9 +83,9 @@ BUSY_MACHINE = 0.2
 """Of a judgement, for which its processes wait for a processor: the notes say so from there on."""
 LEAST_WAIT_S = 10.0
 """A call that takes less has not hung, however little of the budget is left."""
-PROBES_UNTIL, CHECKS_UNTIL, COMPILED_UNTIL, TIMES_UNTIL = 0.25, 0.45, 0.5, 0.62
-"""Shares of the budget after which no probe, no check of values and no block is begun. What is left suffices for a call
-that hangs then, and for the looks at the process that end every judgement."""
+PROBES_UNTIL, CHECKS_UNTIL, COMPILED_UNTIL, TIMES_UNTIL = 0.25, 0.45, 0.55, 0.75
+"""Shares of the budget after which no probe and no check of values is begun, no longer waited for torch.compile, and no
+block is begun. What is left suffices for the looks at the process that end every judgement."""
 FEWEST_CHECKS = 60
 """They are made where the seconds for checks are up, and the budget is not."""
 FEWEST_BLOCKS, LEAST_BLOCKS = 8, 4

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NoReturn
@@ -231,7 +232,7 @@ class Guard:
             elif event in _CODE_EVENTS:
                 code = arguments[_CODE_EVENTS[event]]
                 file = getattr(code, "co_filename", code)
-                if self._asked_by_candidate() and _is_others_code(file):
+                if self._asked_by_candidate() and _is_others_code(file) and not _is_import_of(file):
                     self.saw(
                         "INSPECTS_CALLER", f"it gave code of its own the name of {Path(file).name}, to hide who asks"
                     )
@@ -343,6 +344,17 @@ def _handlers() -> dict[str, tuple[Any, ...]]:
 
 def _is_others_code(file: Any) -> bool:
     return isinstance(file, (str, bytes)) and os.path.realpath(os.fsdecode(file)).startswith(_OTHERS_CODE)
+
+
+def _is_import_of(file: Any) -> bool:
+    """Whether it is Python's import that makes or runs the code of this file, as an `import` of the candidate does."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib"):
+        loader = frame.f_locals.get("self")
+        if frame.f_code.co_name == "exec_module" and type(loader) is SourceFileLoader:
+            return bool(loader.path == file)
+        frame = frame.f_back
+    return False
 
 
 def _is_wrapped_by_torch(new: Any, old: Any) -> bool:

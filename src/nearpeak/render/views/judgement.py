@@ -103,7 +103,7 @@ def _facts(judgement: Judgement) -> Iterator[Fact]:
     libraries = sorted({kernel.library for kernel in judgement.kernels if kernel.library})
     if libraries:
         shares = ", ".join(
-            f"{library} {percent(sum(each.share for each in judgement.kernels if each.library == library), 0)}"
+            f"{library} for {percent(sum(each.share for each in judgement.kernels if each.library == library), 0)}"
             for library in libraries
         )
         yield Fact(label="calls", text=f"{shares} of its time")
@@ -126,7 +126,7 @@ def _speed_facts(judgement: Judgement) -> Iterator[Fact]:
             if rival.ratio is None or rival.verdict is None:
                 continue
             times = f"{rival.name}: {significant(1 / rival.ratio)} x{where}"
-            text = f"{words[rival.verdict]} {times}" if rival.verdict in words else f"cannot tell beside {times}"
+            text = f"{words[rival.verdict]} {times}" if rival.verdict in words else f"no clear difference from {times}"
             yield Fact(label="speed", text=text)
     if len(judgement.speedups) > 1:
         mean, worst = geometric_mean(judgement.speedups), min(judgement.speedups)
@@ -147,7 +147,7 @@ def _speed_table(speed: Speed) -> Table:
     timing = speed.candidate.timing
     return Table(
         title=f"{speed.sizes}: {timing.kind} time per call",
-        headers=("", "cold cache", "hot cache", "of limit", "candidate / it"),
+        headers=("", "cold cache", "hot cache", "of limit", "candidate / this"),
         rows=tuple(rows),
         align="lrrrl",
         note=f"{timing.method}; in turns with the others, median of {count(len(timing.blocks), 'block')}",
@@ -221,6 +221,10 @@ def _checks(checks: tuple[Check, ...]) -> Block:
         headers=("varied", "passed", "error / tolerance", "typical / reference's"),
         rows=tuple(rows),
         align="lrrr",
+        note=(
+            "the largest error over its tolerance, where 1 passes, and the root mean square error over that of the "
+            "reference in its own dtype"
+        ),
     )
     rest = [check for check in checks if check.outcome != "passed"]
     blocks: list[Block] = [table]
