@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from nearpeak.judging.channel import Channel, _is_stopped
 from nearpeak.judging.judge import _missing_work, _Privileges, _Trial
 from nearpeak.judging.runner import Guard, Runner, _torch_spaces, disturb, halve
+from nearpeak.judging.tolerance import answer
 from nearpeak.judging.variants import Inputs, Variant
 
 
@@ -169,7 +170,7 @@ def results_of(function):
     runner = Runner.__new__(Runner)
     runner.device, runner.functions = torch.device("cpu"), {"candidate": function}
     runner.sets = [((torch.randn(8, 8),), {})]
-    return runner.do_results({"seed": 1, "calls": 40, "seconds": 10.0})
+    return runner.do_results({"seed": 1, "staged": 4, "calls": 40, "seconds": 10.0})
 
 
 def test_buffers_that_are_used_in_turn_are_seen():
@@ -187,6 +188,7 @@ def test_buffers_that_are_used_in_turn_are_seen():
 def test_a_result_that_takes_long_at_its_first_reading_is_lazy(first, charges):
     trial = _Trial.__new__(_Trial)
     trial.mutated, trial.charges, trial.draws, trial._left = [], {}, random.Random(0), lambda share: 1.0
+    trial.given = Inputs(args=(torch.randn(2, 2),), kwargs={})
     trial._ask = lambda do, **content: {
         "call": [1e-3] * 9,
         "first": [first] * 7,
@@ -281,3 +283,26 @@ def test_work_while_others_are_timed_is_a_charge_if_it_goes_on(blocks, charges):
     trial.charges, trial.beside_rivals = {}, blocks
     trial._check_beside_rivals()
     assert list(trial.charges) == charges
+
+
+def test_zero_where_infinities_give_nan_is_another_result_and_no_charge():
+    x = torch.tensor([[-torch.inf, -torch.inf], [1.0, -torch.inf], [1.0, 2.0]])
+    trial = _Trial.__new__(_Trial)
+    known = answer(lambda x: torch.softmax(x, -1), (x,), {}, draws=1)
+    variant = Variant(kind="nonfinite", words="", inputs=Inputs(args=(x,), kwargs={}))
+    assert trial._differs_in_nan(variant, known, [torch.softmax(x, -1).nan_to_num(0.0)])
+    assert not trial._differs_in_nan(variant, known, [torch.softmax(x, -1) + 1])
+    with_nan = Variant(kind="nonfinite", words="", inputs=Inputs(args=(x.clone().fill_(torch.nan),), kwargs={}))
+    assert not trial._differs_in_nan(with_nan, known, [torch.softmax(x, -1).nan_to_num(0.0)])
+
+
+def test_children_that_wait_for_a_processor_have_not_hung(monkeypatch):
+    channel = Channel.__new__(Channel)
+    channel._process, channel._children_waited = SimpleNamespace(pid=1), 0.0
+    seen = iter([(0.0, True), (0.1, True), (0.2, False)])  # processor seconds, and whether a child wants more
+    monkeypatch.setattr(channel, "_children", lambda: next(seen))
+    last = channel._look_at_children(None, now=10.0)
+    last = channel._look_at_children(last, now=11.0)
+    assert channel._children_waited == pytest.approx(0.9)
+    channel._look_at_children(last, now=12.0)
+    assert channel._children_waited == pytest.approx(0.9)

@@ -22,8 +22,10 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 from nearpeak.errors import EnvironmentProblem
 
 START_SECONDS = 120.0
-WATCH_S = 0.004
-"""Between the looks at a process that is watched."""
+WATCH_S, LOOK_S = 0.004, 0.5
+"""Between the looks at a process that is watched, and at the children of one whose reply takes long."""
+MOST_PATIENCE = 3.0
+"""Times the limit of a reply, which waiting for a processor may add to it."""
 RUNS = 1 << 20
 """What the server says of a runner that has not ended: no exit code."""
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
@@ -68,6 +70,8 @@ class Channel:
         self.folder, self.timeout = folder, timeout
         self.forged: str = ""
         """A line that the runner did not write."""
+        self._children_waited = 0.0
+        """Seconds in which processes that it started waited for a processor, as far as commands were waited for."""
         self.stops = 0
         """How often the process was seen stopped while it was watched."""
         self._log = folder / f"log-{secrets.token_hex(4)}"
@@ -121,6 +125,9 @@ class Channel:
 
     def _read(self, token: str, timeout: float, *, watched: bool = False) -> dict[str, Any]:
         deadline = time.monotonic() + timeout
+        before = self.waited_seconds() if token else 0.0
+        last: tuple[float, float] | None = None
+        pause_s = WATCH_S if watched else LOOK_S
         while True:
             line, separator, rest = self._buffer.partition(b"\n")
             if separator:
@@ -131,9 +138,14 @@ class Channel:
                 self.forged = line[:100].decode("utf-8", "replace")
                 continue
             left = deadline - time.monotonic()
-            while watched and left > 0 and not select.select([self._replies], [], [], min(left, WATCH_S))[0]:
-                self.stops += _is_stopped(self.pid)
-                left = deadline - time.monotonic()
+            while token and left > 0 and not select.select([self._replies], [], [], min(left, pause_s))[0]:
+                if watched:
+                    self.stops += _is_stopped(self.pid)
+                else:
+                    last = self._look_at_children(last, time.monotonic())
+                # Waiting for a processor on a busy machine is not hanging.
+                waited = min(MOST_PATIENCE * timeout, max(0.0, self.waited_seconds() - before))
+                left = deadline + waited - time.monotonic()
             if left <= 0 or not select.select([self._replies], [], [], left)[0]:
                 self.close()
                 raise ProcessEnded("HUNG", f"no reply within {timeout:g} s", self.last_words())
@@ -171,7 +183,30 @@ class Channel:
 
     def waited_seconds(self) -> float:
         """Time in which the process, and the one that forked it, waited for a processor since this was made."""
-        return waited_seconds(self.pid) + self._server_seconds() - self._server_waited
+        own = waited_seconds(self.pid) + self._server_seconds() - self._server_waited
+        return own + self._children_waited
+
+    def _look_at_children(self, last: tuple[float, float] | None, now: float) -> tuple[float, float]:
+        """Adds the time since the last look in which processes that it started had less than a processor and wanted it.
+
+        A compiler that the first call runs is such a process.
+        """
+        worked, wants = self._children()
+        if last is not None and wants:
+            self._children_waited += max(0.0, (now - last[0]) - (worked - last[1]))
+        return now, worked
+
+    def _children(self) -> tuple[float, bool]:
+        """Processor time of the processes that it started, and whether one of them wants a processor now."""
+        times, children, running = _process_times()
+        todo, wants = list(children.get(self.pid, ())), False
+        total = times.get(self.pid, (0.0, 0.0))[1]
+        while todo:
+            child = todo.pop()
+            total += sum(times[child])
+            wants = wants or child in running
+            todo += children.get(child, ())
+        return total, wants
 
     def _server_seconds(self) -> float:
         """Time in which the process that forks waited for a processor."""
@@ -179,7 +214,7 @@ class Channel:
 
     def has_children(self) -> bool:
         """Whether it has started processes that are there, or that it waited for."""
-        times, children = _process_times()
+        times, children, _ = _process_times()
         return bool(children.get(self.pid)) or times.get(self.pid, (0.0, 0.0))[1] > 0
 
     def child_seconds(self) -> float:
@@ -187,14 +222,7 @@ class Channel:
 
         The process adopts what its children leave behind (see `runner.adopt_orphans`), so that nobody gets away.
         """
-        times, children = _process_times()
-        total = times.get(self.pid, (0.0, 0.0))[1]
-        todo = list(children.get(self.pid, ()))
-        while todo:
-            child = todo.pop()
-            total += sum(times[child])
-            todo += children.get(child, ())
-        return total
+        return self._children()[0]
 
     def finish(self, timeout: float) -> None:
         """Lets the process end by itself, which it does where no more commands come."""
@@ -249,9 +277,10 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _process_times() -> tuple[dict[int, tuple[float, float]], dict[int, list[int]]]:
-    """Of each process, the processor time of its own and of its children that ended; and the children of each."""
+def _process_times() -> tuple[dict[int, tuple[float, float]], dict[int, list[int]], set[int]]:
+    """Of each process, the processor time of its own and of its children that ended; the children of each; who runs."""
     times: dict[int, tuple[float, float]] = {}
+    running: set[int] = set()
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -261,7 +290,9 @@ def _process_times() -> tuple[dict[int, tuple[float, float]], dict[int, list[int
         own, ended = (sum(int(field) for field in fields[i : i + 2]) / _TICKS for i in (11, 13))
         times[int(folder.name)] = own, ended
         children.setdefault(int(fields[1]), []).append(int(folder.name))
-    return times, children
+        if fields[0] == "R":
+            running.add(int(folder.name))
+    return times, children, running
 
 
 def _environment(device: str) -> dict[str, str]:

@@ -802,6 +802,9 @@ class _Trial:
         if kind == "infinity" and not right:  # torch's own kernels differ here: infinity over infinity is NaN, or 0
             detail = f"another result than the reference's: {worst.where}"
             return Check(kind=kind, inputs=words, outcome="differs", error=_finite(worst.error), detail=detail)
+        if kind == "nonfinite" and not right and self._differs_in_nan(variant, known, results):
+            detail = f"no NaN where the reference's infinities give one: {worst.where}"
+            return Check(kind=kind, inputs=words, outcome="differs", error=_finite(worst.error), detail=detail)
         poisoned = max(_poisoned_share(mine) for mine in results)
         if not right and kind == "graph" and self._charge_stale_graph(variant, results):
             return Check(kind=kind, inputs=words, outcome="failed", error=_finite(worst.error), detail=worst.where)
@@ -815,6 +818,19 @@ class _Trial:
             rms_ratio=_finite(worst.rms_ratio),
             detail="" if right else f"{100 * worst.wrong_share:.3g} % of elements; {worst.where}",
         )
+
+    def _differs_in_nan(self, variant: Variant, known: Answer, results: Sequence[torch.Tensor]) -> bool:
+        """Whether results are right but where infinities among the inputs, without any NaN, make the reference's NaN.
+
+        torch's own attention has 0 there in some dtypes.
+        """
+        if any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in variant.inputs.tensors):
+            return False
+        filled = [
+            torch.where(exact.isnan(), torch.nan, mine) if mine.is_floating_point() else mine
+            for mine, exact in zip(results, known.exact, strict=True)
+        ]
+        return self._agrees(filled, known, len(known.own))
 
     def _look_again(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The result of the last call some time later; None where it stays the same."""
@@ -975,7 +991,9 @@ class _Trial:
         # What changes its inputs would change the same memory again and again.
         if self.mutated or self._left(CHECKS_UNTIL) <= 0:
             return
-        reply = self._ask("results", seed=self.draws.getrandbits(48), calls=MOST_REPEATED, seconds=REPEATED_S)
+        is_large = sum(tensor.numel() * tensor.element_size() for tensor in self.given.tensors) > SETS_BYTES / SETS
+        limits = {"staged": 2 if is_large else 4, "calls": MOST_REPEATED, "seconds": REPEATED_S}
+        reply = self._ask("results", seed=self.draws.getrandbits(48), **limits)
         if reply["overwritten"] and not self._aliases(self.given):
             evidence = f"the result of the first call changed during the next {len(reply['call'])}"
             self._charge("RESULT_OVERWRITTEN", evidence)
@@ -1170,8 +1188,10 @@ class _Trial:
         names = ["reference"]
         if self.compiling:
             self.say(f"{self.candidate}: waiting for torch.compile of the reference")
+            before = channel.waited_seconds()
             try:
                 channel.answer(self.compiling, max(0.1, self._left(COMPILED_UNTIL)))
+                self._waited_by_others += channel.waited_seconds() - before
                 names.append("torch.compile")
             except ProcessEnded as end:
                 if end.charge != "HUNG":

@@ -864,7 +864,7 @@ class Runner:
         """Times of calls, and of the first and the second reading of their results; whether the first result stays."""
         clock = _processor_clock if self.device.type == "cpu" else _clock
         self.staged, self.outputs = [], []
-        self._stage(message["seed"], 4)
+        self._stage(message["seed"], message["staged"])
         times: dict[str, list[float]] = {"call": [], "first": [], "second": []}
         kept: Any = None
         snapshot: list[torch.Tensor] = []
@@ -872,7 +872,7 @@ class Runner:
         end = _clock() + message["seconds"]
         for i in range(message["calls"]):
             # The inputs of the first call do not come again: the same values would leave its result as it is.
-            args, kwargs = self.staged[i % 3 + 1 if i else 0]
+            args, kwargs = self.staged[i % (len(self.staged) - 1) + 1 if i else 0]
             is_read = i < PROBE_CALLS
             self.synchronize()
             start = clock()

@@ -115,7 +115,10 @@ def _facts(judgement: Judgement) -> Iterator[Fact]:
             yield Fact(
                 label="of the limit", text=f"{text} ({speed.ceilings} figures)", share=min(1.0, speed.share_of_bound)
             )
-    yield from _speed_facts(judgement)
+    if judgement.speeds:
+        yield from _speed_facts(judgement)
+    else:
+        yield Fact(label="speed", text="not measured; the notes say why" if judgement.notes else "not measured")
 
 
 def _speed_facts(judgement: Judgement) -> Iterator[Fact]:
