@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nearpeak.judging.tolerance import agreement, answer, without_nonfinite
+from nearpeak.judging.tolerance import Answer, agreement, answer, without_nonfinite
 
 
 def compared(function, candidate, *args):
@@ -135,3 +135,24 @@ def test_complex_numbers_have_the_tolerance_of_their_parts():
     assert not compared(torch.fft.fft, conjugate, x).is_right
     assert not compared(torch.fft.fft, lambda x: torch.fft.fft(x.half().float()), x).is_right
     assert compared(lambda z: z * 3, lambda z: z + z + z, torch.fft.fft(x)).is_right
+
+
+def rounded_inside(share):
+    """A bfloat16 result of sums that cancel, the reference's own errors beyond rounding at this share of an ulp."""
+    generator = torch.Generator().manual_seed(7)
+    exact = 0.13 * torch.randn(256, generator=generator, dtype=torch.float64)
+    exact[7] = -3.7e-4
+    noise = 2.0**-9 * 0.13 * torch.randn(256, generator=generator, dtype=torch.float64)
+    noise[7] = 0.0
+    unit = torch.finfo(torch.float32).eps / 2
+    perturbed = torch.full_like(exact, 0.13 * unit)
+    own = (exact + share * noise).bfloat16()
+    known = Answer(own=[own], exact=[exact], perturbed=[perturbed], unit=unit, depth=64, mutated=[], is_exact=True)
+    mine = own.clone()
+    mine[7] = -9.8e-4
+    return agreement(mine, own, exact, perturbed, known)
+
+
+def test_an_element_near_zero_may_have_the_error_of_a_reference_that_rounds_inside():
+    assert rounded_inside(1.0).is_right
+    assert not rounded_inside(0.0).is_right

@@ -21,6 +21,8 @@ from nearpeak.judging.exchange import bytes_of, map_tensors, tensors_in
 FACTOR = 4.0
 PRECISION_FACTOR = 4.0
 """The typical error over that of the reference at which the arithmetic is called less precise."""
+INNER_FACTOR = 2 * FACTOR
+"""Times the error of a reference that rounds inside: it is a standard deviation."""
 OWN_ERROR_64 = 64.0
 """Of a reference in float64, in its units: nothing is there to compare it with, and torch.softmax has 18."""
 DRAWS = 2
@@ -245,19 +247,25 @@ def agreement(
     tiny = float(torch.finfo(own.dtype).tiny) * (2.0**-6 if own.dtype == torch.float16 else 1.0)
     sums = perturbed + known.unit * scale
     w = (e.abs() if is_finite else e.abs().nan_to_num_(posinf=0.0)).mul_(roundoff).add_(sums).add_(tiny)
-    own_error = _where_true(finite, (o - e).abs_().div_(w))
+    own_difference = _where_true(finite, (o - e).abs_())
+    inner = _inner_rounding(own_difference, e, perturbed, roundoff, known.unit, finite)
+    own_error = own_difference / w
     error = _where_true(both, (c - e).abs_().div_(w))
     worst_own = max(OWN_ERROR_64 if own.dtype == torch.float64 else 1.0, float(own_error.max()))
     order = math.sqrt(known.depth) / 2
     tolerance = (sums / w).mul_(FACTOR * order).add_(FACTOR * worst_own)
+    weights: torch.Tensor | float = 1.0
+    if inner is not None:
+        tolerance.add_(inner.mul_(1 / w), alpha=INNER_FACTOR)
+        weights = 1 / (1 + inner)
     ratio = error / tolerance
     has_odd = False
     if both is not None and finite is not None:
         odd = _are_odd(c, o, e, finite, both, tolerance * w, float(torch.finfo(own.dtype).max))
         ratio.masked_fill_(odd, math.inf)
         has_odd = bool(odd.any())
-    typical_own = _rms(_where_true(both, own_error))
-    rms_ratio = _rms(error) / max(typical_own, 1.0 if own.dtype == torch.float64 else 0.3)
+    typical_own = _rms(_where_true(both, own_error * weights))
+    rms_ratio = _rms(error * weights) / max(typical_own, 1.0 if own.dtype == torch.float64 else 0.3)
     several = own.numel() >= 64
     limit = PRECISION_FACTOR * max(1.0, order * float(sums.mean() / w.mean()))
     lowered = several and rms_ratio > limit and not has_odd
@@ -270,7 +278,7 @@ def agreement(
         wrong_share = float(wrong.double().mean())
         unwritten_share = float((wrong & (c == 0)).double().mean())
         relative = _rms(_where_true(both, c - e)) / max(scale, 1e-300)
-        everywhere = float((error > 2 * max(typical_own, 0.3)).double().mean()) > 0.3
+        everywhere = float((error * weights > 2 * max(typical_own, 0.3)).double().mean()) > 0.3
         looks_rounded = several and relative < 0.05 and everywhere and not has_odd
     return Agreement(
         error=largest,
@@ -282,6 +290,30 @@ def agreement(
         lowered=lowered,
         where=_where(index, own, c, e),
     )
+
+
+def _inner_rounding(
+    own_difference: torch.Tensor,
+    e: torch.Tensor,
+    perturbed: torch.Tensor,
+    roundoff: float,
+    unit: float,
+    finite: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The error, element by element, of a reference that rounds what is inside of it to a narrow dtype; else None.
+
+    Where terms cancel, such an error is no share of the result: an element may be near zero, and the reference be lucky
+    there. The size of it is that of a rounding of the inputs to the dtype, in the measure in which the reference's own
+    errors are beyond the rounding of its results.
+    """
+    if roundoff <= unit:
+        return None
+    inside = perturbed * (roundoff / unit)
+    size = float(torch.linalg.vector_norm(inside))
+    if not size:
+        return None
+    beyond = (own_difference - _where_true(finite, roundoff * e.abs())).clamp_min_(0)
+    return inside.mul_(float(torch.linalg.vector_norm(beyond)) / size)
 
 
 def _where_true(mask: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
