@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nearpeak.judging.channel import Channel, _is_stopped
-from nearpeak.judging.judge import _missing_work, _Privileges, _Trial
+from nearpeak.judging.judge import CHECKED_CALLS, FEWEST_CHECKED, _missing_work, _Privileges, _Trial
 from nearpeak.judging.runner import Guard, Runner, _torch_spaces, disturb, halve
 from nearpeak.judging.tolerance import answer
 from nearpeak.judging.variants import Inputs, Variant
@@ -306,3 +306,7 @@ def test_children_that_wait_for_a_processor_have_not_hung(monkeypatch):
     assert channel._children_waited == pytest.approx(0.9)
     channel._look_at_children(last, now=12.0)
     assert channel._children_waited == pytest.approx(0.9)
+
+
+def test_one_wrong_call_in_ten_is_rarely_missed():
+    assert 0.9 ** (FEWEST_CHECKED * CHECKED_CALLS) < 0.1

@@ -102,11 +102,11 @@ LATE_S = (0.5, 1.0, 2.0)
 """Between the looks at a wrong result: other processes may need as long to write into it, on a busy machine."""
 PROBES, MORE_PROBES = 5, 15
 """Pairs of calls, on the same inputs and with one element changed; more where the first ones differ."""
-CHECKED_SHARE = 0.3
+CHECKED_SHARE = 0.7
 """Of the timed blocks whose results are compared, drawn after they ran."""
 CHECKED_CALLS = 3
 """Of each of them."""
-FEWEST_CHECKED = 4
+FEWEST_CHECKED = 8
 """Blocks that are compared even where the time is up."""
 KEPT_BYTES = 1 << 30
 RANDOM_SHARE = 0.1
