@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -40,6 +41,8 @@ _not_run = pytest.StashKey[int]()
 
 def pytest_configure() -> None:
     os.environ["NEARPEAK_CACHE_DIR"] = _cache.name
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts commands in the background so
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

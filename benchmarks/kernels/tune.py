@@ -145,7 +145,7 @@ class TunedSizes:
     def tiny(cls) -> TunedSizes:
         """At which every kernel runs in a moment, also in Triton's interpreter."""
         return cls(
-            rows=[(268, 64), (4, 256)],  # many, and few
+            rows=[(268, 64), (4, 1024)],  # many, and few, in tiles of several widths
             activations=[(4, 256)],
             quantized_rows=[(4, 128)],
             long_rows=(2, 16_400),
