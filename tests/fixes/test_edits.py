@@ -93,6 +93,28 @@ def test_functions_are_replaced_for_one_object_and_add_up():
     assert torch.equal(part(X), other(X))
 
 
+class Choosing(Part):
+    """Compares functions, which stay what they are."""
+
+    function = staticmethod(rotate)
+
+    def forward(self, x):
+        if self.function is rotate:
+            x = rotate(x)
+        return functional.relu(x if self.function is not rotate else rotate(x)) * self.weight
+
+
+def test_a_function_that_is_compared_too_is_replaced_where_it_is_called():
+    part = Choosing()
+    edits = Edits()
+    edits.set_functions(part, {"rotate": lambda x: x + 3})
+    assert torch.equal(part(X), torch.relu(X + 6))
+    edits.set_functions(part, {"rotate": lambda x: x + 5})
+    assert torch.equal(torch.compile(part, backend="eager")(X), torch.relu(X + 10))
+    edits.undo()
+    assert torch.equal(part(X), torch.relu(X + 2))
+
+
 def test_functions_of_a_decorated_forward_are_replaced():
     import functools
 

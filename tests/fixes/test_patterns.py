@@ -373,6 +373,38 @@ def test_attention_written_out(mask: Tensor | None, what: str) -> None:
     torch.testing.assert_close(model(x[:, :4]), short)
 
 
+class MadeMask(WrittenAttention):
+    """Makes its mask in the forward, and keys have a bias, whose gradient is 0."""
+
+    kind = "ones"
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = (y.view(batch, tokens, 2, width // 2).transpose(1, 2) for y in self.qkv(x).split(width, dim=2))
+        scores = (q @ k.mT) / (width // 2) ** 0.5
+        if self.kind == "ones":
+            hidden = torch.triu(torch.ones(tokens, tokens, dtype=torch.bool, device=x.device), 1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+        elif self.kind == "new_ones":
+            scores = scores.masked_fill(x.new_ones(tokens, tokens).tril() == 0, torch.finfo(x.dtype).min)
+        else:
+            scores = scores + x.new_full((tokens, tokens), float("-inf")).triu(1)
+        return self.out((torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(batch, tokens, width))
+
+
+@pytest.mark.parametrize("kind", ["ones", "new_ones", "new_full"])
+def test_attention_with_a_mask_made_in_the_forward(kind: str) -> None:
+    model, x = MadeMask(), torch.randn(2, 6, 8)
+    model.kind = kind
+    expected, longer = model(x), model(torch.cat((x, x), 1))
+    (site,) = sites(attention.attentions, model, x)
+    assert (site.what, site.skip) == ("attention written out, causal", "")
+    site.change(Edits())
+    assert "_attend" in functions_of(model)
+    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(torch.cat((x, x), 1)), longer)
+
+
 def test_attention_is_causal_only_as_far_as_it_was_seen() -> None:
     """A window as long as the batch looks causal."""
     mask = torch.ones(12, 12).tril() - torch.ones(12, 12).tril(-6)
@@ -434,6 +466,25 @@ class Rotates(nn.Module):
             return rotate_backwards(x, cos, sin)
         wide = torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None]
         return rotate_pair(x, x[:, :1], *wide)
+
+
+class ComparesRotation(Rotates):
+    """Chooses by the function itself."""
+
+    chosen = staticmethod(rotate_halves)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        return rotate_halves(x, cos, sin) if self.chosen is rotate_halves else x
+
+
+def test_a_rotation_that_is_compared_is_replaced() -> None:
+    model, angles = ComparesRotation(), torch.randn(5, 4)
+    arguments = torch.randn(2, 3, 5, 8), angles.cos(), angles.sin()
+    expected = model(*arguments)
+    (site,) = sites(attention.rotaries, model, *arguments)
+    site.change(Edits())
+    assert not torch.equal(model(*arguments), arguments[0])
+    torch.testing.assert_close(model(*arguments), expected)
 
 
 @pytest.mark.parametrize(

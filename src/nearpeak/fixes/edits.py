@@ -86,8 +86,9 @@ class Edits:
         """Has the forward of this module call other functions for the global names that it uses.
 
         The code of the forward is not copied: a function with the same code gets a copy of its globals, in which the
-        names are those of `functions`; "F.silu" is the name in the module that the code calls `F`. Functions that are
-        replaced one after the other add up. Later changes of the original globals are not seen.
+        names are those of `functions`; "F.silu" is the name in the module that the code calls `F`. Code that compares a
+        function too compares the original. Functions that are replaced one after the other add up. Later changes of the
+        original globals are not seen.
         """
         current = vars(module).get("forward")
         forward = current.__func__ if isinstance(current, MethodType) else type(module).forward
@@ -184,10 +185,38 @@ def with_globals(function: Callable[..., Any], replacements: Mapping[str, Any]) 
     changed = {**inner.__globals__}
     # Without it, torch.compile does not look for names in the module of the function, which has the others.
     changed.pop("__name__", None)
+    code = inner.__code__
     for name, value in replacements.items():
         first, _, rest = name.partition(".")
+        if not rest:
+            code, first = _with_own_calls(code, name)
         changed[first] = _with_attribute(changed[first], rest, value) if rest else value
-    return _rebuild(function, inner, changed)
+    return _rebuild(function, inner, code, changed)
+
+
+def _with_own_calls(code: CodeType, name: str) -> tuple[CodeType, str]:
+    """The name by which code calls a global function, with the code: another name if it also does something else with
+    the function, as in `if self.rotate is rotate`, for which it must stay the same object."""
+    loads = [each for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL" and each.argval == name]
+    calls = [each for each in loads if each.arg is not None and each.arg & _FOR_CALL]
+    if len(calls) == len(loads):
+        return code, name
+    own = f"{name}()"
+    if own in code.co_names:
+        return code, own
+    index = len(code.co_names) << 1 | _FOR_CALL
+    if index > _LARGEST_ARGUMENT or any((each.arg or 0) > _LARGEST_ARGUMENT for each in calls):
+        raise UsageError(f"{code.co_qualname} compares {name}, among more names than can be told apart.")
+    instructions = bytearray(code.co_code)
+    for each in calls:
+        instructions[each.offset + 1] = index
+    return code.replace(co_code=bytes(instructions), co_names=(*code.co_names, own)), own
+
+
+_FOR_CALL = 1
+"""The bit of the argument of `LOAD_GLOBAL` with which what is loaded is called next; the others are the name."""
+_LARGEST_ARGUMENT = 255
+"""Of one instruction: a larger one has another instruction before it."""
 
 
 def innermost(function: Callable[..., Any]) -> FunctionType:
@@ -210,28 +239,28 @@ def code_objects(function: Callable[..., Any]) -> Iterator[CodeType]:
         function = function.__wrapped__
 
 
-def _rebuild(function: Any, inner: FunctionType, changed: dict[str, Any]) -> FunctionType:
-    """`function` around a copy of `inner` with other globals; the cells of decorators have the copy."""
+def _rebuild(function: Any, inner: FunctionType, code: CodeType, changed: dict[str, Any]) -> FunctionType:
+    """`function` around a copy of `inner` with this code and other globals; the cells of decorators have the copy."""
     if function is inner:
-        cells, space = inner.__closure__, changed
+        cells, own_code, space = inner.__closure__, code, changed
     elif isinstance(function, FunctionType):
-        cells = tuple(_rebuild_cell(cell, inner, changed) for cell in function.__closure__ or ())
-        space = function.__globals__
+        cells = tuple(_rebuild_cell(cell, inner, code, changed) for cell in function.__closure__ or ())
+        own_code, space = function.__code__, function.__globals__
     else:
         raise UsageError(f"{inner.__qualname__} is wrapped by {function!r}, which is no function of Python's.")
-    copy = FunctionType(function.__code__, space, function.__name__, function.__defaults__, cells)
+    copy = FunctionType(own_code, space, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
     copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
     if function is not inner:
-        copy.__dict__["__wrapped__"] = _rebuild(function.__dict__["__wrapped__"], inner, changed)
+        copy.__dict__["__wrapped__"] = _rebuild(function.__dict__["__wrapped__"], inner, code, changed)
     return copy
 
 
-def _rebuild_cell(cell: CellType, inner: FunctionType, changed: dict[str, Any]) -> CellType:
+def _rebuild_cell(cell: CellType, inner: FunctionType, code: CodeType, changed: dict[str, Any]) -> CellType:
     content = cell.cell_contents
     if isinstance(content, FunctionType) and inner.__code__ in code_objects(content):
-        return CellType(_rebuild(content, inner, changed))
+        return CellType(_rebuild(content, inner, code, changed))
     return cell
 
 

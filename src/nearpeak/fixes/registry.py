@@ -412,11 +412,10 @@ class _Observer(TorchDispatchMode):
         caller = frame.f_back
         if caller.f_code not in self._codes[call.path]:
             return
-        name = frame.f_code.co_name
         function = next(
             (
                 (key, value)
-                for key in dict.fromkeys((name, *caller.f_code.co_names))
+                for key in caller.f_code.co_names
                 if callable(value := caller.f_globals.get(key)) and frame.f_code in code_objects(value)
             ),
             None,

@@ -433,7 +433,14 @@ def _depends_on_arguments(node: fx.Node) -> bool:
         return True
     if op_name(node) in ("size", "shape", "device", "dtype", "dim", "ndim"):
         return False
-    return any(_depends_on_arguments(before) for before in node.all_input_nodes)
+    inputs = node.all_input_nodes
+    if op_name(node) in _LIKE:
+        inputs = [before for before in inputs if before is not node.args[0]]
+    return any(map(_depends_on_arguments, inputs))
+
+
+_LIKE = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
+"""Ops that take shape, dtype and device of their first argument."""
 
 
 def _causal_size(mask: Tensor | None) -> int:

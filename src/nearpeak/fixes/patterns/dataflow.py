@@ -147,13 +147,18 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, hooks, depth
 
 
+_OF_PROXIES = (torch.ones, torch.zeros, torch.empty, torch.rand, torch.randn, torch.finfo)
+"""What does not show torch.fx its arguments: sizes that are not in a list, and a dtype."""
+
+
 class _OwnTracer(fx.Tracer):
     """Traces one forward: its children are nodes, arguments that are no settings are placeholders."""
 
     proxy_buffer_attributes = True
 
     def __init__(self, own: OwnForward) -> None:
-        super().__init__()
+        super().__init__(autowrap_functions=_OF_PROXIES)
+        self._autowrap_search.append(torch)  # a forward has them by `torch.ones`
         self._own = own
         self._modes = _modes()
         self.inputs: list[int | str] = []
@@ -275,6 +280,8 @@ def trace_forward(own: OwnForward, training: bool) -> OwnGraph:
     now = clone.__dict__
     if not is_same or len(now) != len(before) or any(now.get(name) is not value for name, value in before.items()):
         raise UsageError("its forward changes attributes of modules, which a graph has not")
+    for node in graph.nodes:
+        node.meta.pop("is_wrapped", None)  # by which the code of a graph asks torch.fx to wrap functions for good
     return OwnGraph(graph=graph, inputs=tracer.inputs)
 
 
