@@ -185,6 +185,23 @@ def test_why_a_saving_is_not_predicted_is_noted(faster, monkeypatch):
     )
 
 
+def test_a_saving_is_predicted_in_the_step(faster, monkeypatch):
+    """Alone, a small module takes as long as the host needs for its launches; in a step the device may be behind."""
+    machine = nearpeak.machine("h200-sxm")
+    monkeypatch.setattr(engine, "known_machine", lambda: machine)
+    monkeypatch.setattr(engine._Engine, "_note_kernels", lambda self: None)
+    model, batch = make_model(), make_batch()
+
+    def expected():
+        return engine._estimate(model, batch, {}, True, machine).expected_s
+
+    before = expected()
+    with registered("norm", torch_norm) as id:
+        fixed = nearpeak.fix(model, *batch, only=[id])
+    (fix,) = fixed.report.fixes
+    assert fix.predicted_s == pytest.approx(before - expected())
+
+
 def test_an_optimizer_is_proven_on_one_parameter_of_each_size(faster):
     """A wide copy of all would not fit beside a large model; and what is no optimizer is none of its business."""
 

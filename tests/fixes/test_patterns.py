@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nearpeak import machine
 from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.graphs import nearpeak_backend, rewrite_graph
 from nearpeak.fixes.patterns import attention, experts, loss, mlp, norms
 from nearpeak.fixes.patterns.dataflow import traceable
 from nearpeak.fixes.registry import ModelRun, Site, observe
+from nearpeak.trace.cuda_ops.target import target_of
+from nearpeak.trace.trace import trace
 
 
 def run_of(model: nn.Module, *args: Any, **options: Any) -> ModelRun:
@@ -640,6 +643,20 @@ def test_losses_without_logits(criterion: Any, is_site: bool, dtype: torch.dtype
         assert one.dtype == other.dtype
     run_of(model, x, trains=True)  # it can be observed again
     edits.undo()
+
+
+def test_a_loss_without_logits_is_estimated() -> None:
+    """On fake tensors, which have no memory."""
+    model, x, target = Classifier(), torch.randn(2, 5, 8), torch.randint(40, (2, 5))
+    Edits().set_forward(model.head, loss.deferred_forward(model.head, "weight", "bias", []))
+
+    def step() -> None:
+        token_loss(model(x), target).backward()
+
+    ops = [op.packet for op in trace(step, target=target_of(machine("h200-sxm"))).ops]
+    assert "nearpeak.linear_cross_entropy" in ops
+    assert "aten._log_softmax" not in ops
+    assert model.head.weight.grad is None
 
 
 def test_fixes_of_one_forward_add_up() -> None:

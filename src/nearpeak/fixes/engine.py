@@ -624,40 +624,35 @@ class _Engine:
     def _predict(
         self, tried: Fix, changed: Sequence[Site], captured: dict[int, Inputs], edits: Edits
     ) -> tuple[float | None, bool]:
-        """The predicted saving per step, from estimates of the sites with and without the fix; and whether all sites
-        are at their bound already."""
+        """The predicted saving per step, from estimates with and without the fix; and whether all sites are at their
+        bound already."""
         if self.machine is None or any(site.loop is not None for site in changed):  # one call does not show a loop
             return None, False
+        at_bound = self._are_at_bound(captured, changed, edits)
+        if all(site.path == OPTIMIZER for site in changed):
+            estimate: Callable[..., Estimate] = self._estimate_update
+        else:  # of the step: what the host does in a site is hidden there behind the device, or not
+            estimate = self._estimate_step
+        with edits.suspended():
+            was = estimate()
+        now = estimate(tried)
+        if was.expected_s is None or now.expected_s is None:
+            return None, at_bound
+        return was.expected_s - now.expected_s or None, at_bound  # what no op shows, as compilation, is not predicted
+
+    def _are_at_bound(self, captured: dict[int, Inputs], changed: Sequence[Site], edits: Edits) -> bool:
+        """Whether all sites, as they were, are expected to take little longer than their bound."""
+        assert self.machine is not None
         if not captured or any(site.in_step for site in changed):
-            if all(site.path == OPTIMIZER for site in changed):
-                estimate: Callable[..., Estimate] = self._estimate_update
-            else:
-                estimate = self._estimate_step
-            with edits.suspended():
-                was = estimate()
-            now = estimate(tried)
-            if was.expected_s is None or now.expected_s is None:
-                return None, False
-            return (
-                was.expected_s - now.expected_s or None,
-                False,
-            )  # a change that no op shows, as compilation, is not predicted
-        total, bounds = 0.0, []
-        for place, inputs in captured.items():
-            call = changed[place].call
-            assert call is not None
-            with edits.suspended():
+            return False
+        with edits.suspended():
+            for place, inputs in captured.items():
+                call = changed[place].call
+                assert call is not None
                 before = _estimate(call.module, inputs.args, inputs.kwargs, self.trains or None, self.machine)
-            after = _estimate(call.module, inputs.args, inputs.kwargs, self.trains or None, self.machine)
-            if before.expected_s is None or after.expected_s is None:
-                return None, False
-            same = [
-                site for site in changed if (site.what, site.computes) == (changed[place].what, changed[place].computes)
-            ]
-            calls = sum(1 if site.call is None else site.call.calls for site in same)
-            total += calls * (before.expected_s - after.expected_s)
-            bounds.append(before.fused_s >= NEAR_BOUND * before.expected_s)
-        return total, all(bounds)
+                if before.expected_s is None or before.fused_s < NEAR_BOUND * before.expected_s:
+                    return False
+        return True
 
     def _estimate_step(self, *tried: Fix) -> Estimate:
         """The estimate of the step as it is: with what is in force, and a fix that is tried."""

@@ -64,7 +64,7 @@ class Site:
     loop_calls: int = 1
     """Calls of the model in the loop: times are those of one."""
     in_step: bool = False
-    """Whether what the change saves is elsewhere in the step, and is predicted there."""
+    """Whether what the change saves is elsewhere in the step: the module may be at its bound."""
     signature: str = ""
     """What is computed, exactly: a certificate applies to a site with the same signature alone. "" for the ops of the
     module."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
@@ -59,7 +60,7 @@ class _Layer:
 
     def _versions(self) -> list[Any]:
         tensors = (each for each in (self.hidden, self.weight, self.bias) if each is not None)
-        return [(version_of(each), each.data_ptr()) for each in tensors]
+        return [(version_of(each), 0 if isinstance(each, FakeTensor) else each.data_ptr()) for each in tensors]
 
     def keep_weights(self) -> None:
         """The weights are about to change: from now on the layer has copies of its own."""
@@ -352,17 +353,21 @@ def _confirm_linear(module: nn.Module, weight: str, bias: str | None) -> bool:
     )
 
 
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
+"""Tensors that compute what they are asked for, or nothing, in an estimate."""
+
+
 def deferred_forward(module: nn.Module, weight: str, bias: str | None, losses: list[str]) -> Forward:
     original, settings = current_forward(module), Settings(module)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         matrix = getattr(self, weight)
-        if type(x) is Tensor and x.dim() > 1 and not torch.compiler.is_compiling() and settings.hold(self):
+        if type(x) in _PLAIN and x.dim() > 1 and not torch.compiler.is_compiling() and settings.hold(self):
             offsets = None if bias is None else getattr(self, bias)
             hidden, matrix = autocast(x, matrix)
             offsets = None if offsets is None else autocast(offsets)[0]
-            if hidden.dtype == matrix.dtype and type(matrix) in (Tensor, nn.Parameter):
+            if hidden.dtype == matrix.dtype and type(matrix) in _PLAIN:
                 records = torch.is_grad_enabled()
                 layer = _Layer(hidden=hidden, weight=matrix, bias=offsets, records=records, losses=losses)
                 return defer(layer, (), hidden.dtype)
