@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from nearpeak.fixes import engine
 from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.patterns import launches
 from nearpeak.fixes.patterns.launches import graphed_forward
-from tests.fixes.models import speed
+from tests.fixes.models import registered, speed
 
 
 class Recording(TorchDispatchMode):
@@ -229,10 +230,69 @@ def test_a_graph_goes_with_its_cache(recorded, decoder):
         cache = StaticCache()
         generate(decoder, cache)
         (form,) = graphs._forms.values()
-        assert form.graph is not None
+        assert form.graphs
         del cache
         gc.collect()
-        assert form.graph is None
+        assert not form.graphs
+
+
+def test_a_small_cache_is_copied_so_that_another_one_is_replayed(recorded, decoder, monkeypatch):
+    monkeypatch.setattr(launches, "MOST_COPIED", 10.0)
+    with torch.no_grad():
+        expected = generate(decoder, StaticCache())
+    with graphed(decoder) as graphs:
+        for _ in range(3):
+            cache = StaticCache()
+            keys = weakref.ref(cache.keys)
+            assert torch.equal(generate(decoder, cache), expected)
+            assert int(cache.length) == 8
+            del cache
+            gc.collect()
+            assert keys() is None
+        assert len(recorded) == 1
+        assert torch.equal(generate(decoder, StaticCache(longest=14)), expected)  # it is recorded anew
+        assert len(recorded) == 2
+        assert graphs.refusals() == []
+
+
+def test_copied_caches_in_turns_and_written_by_others(recorded, decoder, monkeypatch):
+    monkeypatch.setattr(launches, "MOST_COPIED", 10.0)
+
+    def results():
+        first, second = StaticCache(), StaticCache()
+        kept, logits = first.keys, []
+        for number in range(6):
+            cache = (first, second)[number % 2]
+            logits.append(decoder(torch.tensor([[number], [2]]), cache=cache)["logits"])
+            if number == 2:
+                second.keys.mul_(2)
+            if number == 4:
+                first.keys = first.keys.flip(0)
+        return torch.stack(logits), first.keys, second.keys, kept
+
+    with torch.no_grad():
+        expected = results()
+    with graphed(decoder):
+        for _ in range(2):
+            for one, other in zip(results(), expected, strict=True):
+                torch.testing.assert_close(one, other)
+    assert len(recorded) == 1
+
+
+def test_ways_of_a_model_have_graphs_of_their_own(recorded, decoder):
+    """A fix that is switched on and off, as it is to be measured, is recorded once each way."""
+    tokens = torch.tensor([[1], [2]])
+    with graphed(decoder):
+        decoder(tokens)
+        edits = Edits()
+        edits.set_forward(decoder.head, lambda self, x: nn.Linear.forward(self, x) * 2)
+        twice = decoder(tokens)["logits"]
+        for _ in range(3):
+            with edits.suspended():
+                once = decoder(tokens)["logits"]
+            torch.testing.assert_close(decoder(tokens)["logits"], 2 * once)
+        torch.testing.assert_close(twice, 2 * once)
+        assert len(recorded) == 2
 
 
 def test_calls_that_always_have_another_cache_are_no_longer_recorded(recorded, decoder):
@@ -327,6 +387,39 @@ def test_generation_with_a_growing_cache_gets_a_static_one(recorded, faster):
     fixed.undo()
     assert model.generation_config.cache_implementation is None
     assert "forward" not in vars(model)
+
+
+def test_other_fixes_are_measured_with_the_static_cache_in_force(recorded, monkeypatch):
+    """In the loop, and with one graph for each way."""
+    torch.manual_seed(0)
+    model = Generator().eval()
+    ways, looped = {}, []
+
+    def in_turns(step, way, pairs, device, **_):
+        looped.append(pairs)
+        for _ in range(2):
+            for number in sorted({number for pair in pairs for number in pair}):
+                before = len(recorded)
+                with way(number):
+                    step()
+                    is_static = model.generation_config.cache_implementation == "static"
+                    ways.setdefault(number, []).append(
+                        (is_static, "forward" in vars(model.head), len(recorded) - before)
+                    )
+        return dict.fromkeys(pairs, speed(0.5))
+
+    monkeypatch.setattr(launches, "MOST_COPIED", 1e6)
+    monkeypatch.setattr(engine, "time_in_turns", in_turns)
+    with registered("head", lambda self, x: nn.functional.linear(x, self.weight, self.bias)) as id:
+        fixed = nearpeak.fix(model, torch.tensor([[1], [2]]), Growing(), only=[id, "static-cache"], trains=False)
+    assert [fix.status for fix in fixed.report.fixes] == ["kept", "kept"]
+    assert looped == [[(0, 1), (1, 2), (0, 2)]]
+    assert [each[:2] for number in range(3) for each in ways[number]] == [
+        *[(False, False)] * 2, *[(True, False)] * 2, *[(True, True)] * 2,
+    ]  # fmt: skip
+    assert [ways[number][1][2] for number in range(3)] == [0, 0, 0]
+    assert ways[1][0][2] > 0
+    fixed.undo()
 
 
 def test_a_static_cache_that_gives_other_tokens_is_rolled_back(recorded, faster):

@@ -275,6 +275,41 @@ class ArgumentState:
             tensor.data_ptr() == pointer for (_, tensor), (_, pointer) in zip(self.tensors, self._shapes, strict=True)
         )
 
+    def is_like(self, other: ArgumentState) -> bool:
+        """Whether other arguments differ in the values of tensors alone, and each tensor has memory of its own."""
+        if [path for path, *_ in self._contents] != [path for path, *_ in other._contents]:
+            return False
+        if [_form(*each) for each in self.tensors] != [_form(*each) for each in other.tensors]:
+            return False
+        if any(
+            len({x.untyped_storage().data_ptr() for _, x in each}) < len(each) for each in (self.tensors, other.tensors)
+        ):
+            return False
+        return all(_is_like(mine, its) for (*_, mine), (*_, its) in zip(self._contents, other._contents, strict=True))
+
+
+def _form(path: str, tensor: Tensor) -> tuple[Any, ...]:
+    return path, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, type(tensor)
+
+
+def _is_like(mine: Any, its: Any) -> bool:
+    """Whether two dictionaries, lists or sets have the same, of what is not followed itself."""
+    if type(mine) is not type(its) or len(mine) != len(its):
+        return False
+    if isinstance(mine, set):
+        return bool(mine == its)
+    pairs = zip(mine, its, strict=True)
+    if isinstance(mine, dict):
+        if list(mine) != list(its):
+            return False
+        pairs = zip(mine.values(), its.values(), strict=True)
+    return all(
+        type(one) is type(other) and not isinstance(one, _SHARED) and (not is_plain(one) or one == other)
+        if one is not other
+        else True
+        for one, other in pairs
+    )
+
 
 def _is_same(now: Any, before: Any) -> bool:
     return now is before or (is_plain(before) and type(now) is type(before) and now == before)

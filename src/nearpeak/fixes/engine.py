@@ -272,6 +272,8 @@ class _Engine:
         self.sites: list[FixedSite] = []
         self.step_estimates: dict[tuple[str, ...], Estimate] = {}
         """Of the whole step, by the ids of the fixes in force."""
+        self.device_savings: dict[str, float] = {}
+        """The predicted savings of the device alone, by the id of the fix."""
         self.notes: list[str] = []
         if optimizer is not None and _needs_closure(optimizer):
             self.notes.append(f"A step of {type(optimizer).__name__} calls the model itself, and is not measured.")
@@ -411,7 +413,7 @@ class _Engine:
                 speed = self._measure()
                 slow = [each for each in self.kept if self.results[each.fix.id].status != "kept"]
             except _WayFailed as failure:
-                slow = [self.kept[failure.way - 1]]
+                slow = [self._turns[failure.way - 1]]
                 self._roll_back(slow[0].fix, run_error(failure.error))
             if not slow:
                 status, why = _decide(speed)
@@ -492,6 +494,9 @@ class _Engine:
         """Undoes these fixes, and applies those anew that were found in the model with them."""
         first = min(self.kept.index(each) for each in slow)
         later = self.kept[first:]
+        if any(each.fix.launches for each in slow):  # the others were measured with it
+            for each in self.kept:
+                each.speed = None
         for each in reversed(later):
             each.edits.undo()
         del self.kept[first:]
@@ -638,6 +643,8 @@ class _Engine:
         now = estimate(tried)
         if was.expected_s is None or now.expected_s is None:
             return None, at_bound
+        if was.expected_device_s is not None and now.expected_device_s is not None:
+            self.device_savings[tried.id] = was.expected_device_s - now.expected_device_s
         return was.expected_s - now.expected_s or None, at_bound  # what no op shows, as compilation, is not predicted
 
     def _are_at_bound(self, captured: dict[int, Inputs], changed: Sequence[Site], edits: Edits) -> bool:
@@ -668,10 +675,18 @@ class _Engine:
         assert self.machine is not None
         return _estimate(self._step().update, (), {}, None, self.machine)
 
+    @property
+    def _turns(self) -> list[_InForce]:
+        """The fixes in force in the order in which they are measured: without gaps between launches, kernels show."""
+        others = [site for each in self.kept if not each.fix.launches for site in each.sites]
+        if any(site.call is not None and not site.call.path for site in others):  # the forward that graphs are around
+            return self.kept
+        return sorted(self.kept, key=lambda each: not each.fix.launches)
+
     def _measure(self) -> Speed:
         """Measures the fixes in force that have not been, and all of them against the original, in the same turns."""
-        count = len(self.kept)
-        singles = {(place, place + 1): each for place, each in enumerate(self.kept) if each.speed is None}
+        turns, count = self._turns, len(self.kept)
+        singles = {(place, place + 1): each for place, each in enumerate(turns) if each.speed is None}
         pairs = list(dict.fromkeys([*singles, (0, count)]))
         self.say(f"measuring {_count(singles or self.kept, 'fix')} in turns")
         runner = self._step()
@@ -679,19 +694,23 @@ class _Engine:
         @contextmanager
         def first_fixes(in_force: int) -> Iterator[None]:
             with ExitStack() as stack:
-                for each in reversed(self.kept[in_force:]):
+                for each in reversed([each for each in self.kept if each in turns[in_force:]]):
                     stack.enter_context(each.edits.suspended())
                 yield
 
         speeds: dict[tuple[int, int], Speed] = {}
+        looped = {
+            place + 1: site for place, each in enumerate(turns) for site in each.sites if site.loop is not None
+        }  # from this way on, the step is a loop
+        in_loop = [pair for pair in pairs if looped and pair[1] >= min(looped)]
         with runner.ready():
             ours = _allocated(runner.device) - self.own_bytes
-            for pair in pairs:
-                sites = [site for each in (self.kept if pair == (0, count) else [singles[pair]]) for site in each.sites]
-                loop = next((site for site in sites if site.loop is not None), None)
-                if loop is not None and loop.loop is not None:
-                    speed = time_in_turns(partial(loop.loop, self.model), first_fixes, [pair], runner.device)[pair]
-                    calls = loop.loop_calls
+            if in_loop:
+                site = looped[min(looped)]
+                assert site.loop is not None
+                speeds = time_in_turns(partial(site.loop, self.model), first_fixes, in_loop, runner.device)
+                for pair, speed in speeds.items():
+                    calls = site.loop_calls
                     speeds[pair] = replace(speed, before_s=speed.before_s / calls, after_s=speed.after_s / calls)
             restore = self.state.restore if self.state else None
             rest = [pair for pair in pairs if pair not in speeds]
@@ -706,6 +725,10 @@ class _Engine:
             each.speed, each.was_alone = speeds[pair], pair[0] == 0
             status, why = _decide(speeds[pair])
             self.results[each.fix.id] = replace(self.results[each.fix.id], speed=speeds[pair], why=why)
+            if any(before.fix.launches for before in turns[: pair[0]]) and each.fix.id in self.device_savings:
+                self.results[each.fix.id] = replace(
+                    self.results[each.fix.id], predicted_s=self.device_savings[each.fix.id]
+                )
             self.say(f"{each.fix.id}: {status}, {speeds[pair].ratio:.3f} x the time")
             if status != "kept":
                 self._roll_back(each.fix, why)

@@ -104,6 +104,8 @@ class Fix:
     """Calls in a row that are compared, of a change that does what it does after some calls."""
     compiles: bool = False
     """Whether code is compiled for the sizes of the batch: it is compared on that, in full."""
+    launches: bool = False
+    """Whether it saves launches alone: the other fixes are measured with it in force."""
 
 
 _FIXES: dict[str, Fix] = {}
@@ -119,6 +121,7 @@ def fix(
     omits: tuple[str, ...] = (),
     series: int = 1,
     compiles: bool = False,
+    launches: bool = False,
 ) -> Callable[[SitesFunction], SitesFunction]:
     """Registers a function that yields the sites of a fix."""
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", id):
@@ -136,6 +139,7 @@ def fix(
             omits=omits,
             series=series,
             compiles=compiles,
+            launches=launches,
         )
         return sites
 

@@ -292,7 +292,9 @@ def _waves(like: Tensor, index: int) -> Tensor:
 
 def _size_of(tensor: Tensor | None) -> float:
     """The largest finite number of a tensor."""
-    return 0.0 if tensor is None or not tensor.numel() else float(torch.nan_to_num(tensor.double(), 0, 0, 0).abs().max())
+    return (
+        0.0 if tensor is None or not tensor.numel() else float(torch.nan_to_num(tensor.double(), 0, 0, 0).abs().max())
+    )
 
 
 def _is_close(one: Tensor | None, other: Tensor | None, tolerance: float, floor: float) -> bool:

@@ -3,11 +3,13 @@
 A call of many short kernels takes as long as the host needs to launch them, while the device idles. A CUDA graph has
 the launches of one call, with the memory that they read and write, and launches all of them at once. So a call can be
 replayed if it computes the same with other values: the same shapes, the same objects, nothing that it does in Python
-alone. `CallGraphs` looks at a call before it records it, and runs everything else as it was.
+alone. `CallGraphs` looks at a call before it records it, and runs everything else as it was. A small object, such as a
+cache of keys, is recorded as a copy: its values are copied to it and back, so that the next cache has the same graph.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import operator
 import weakref
@@ -21,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from nearpeak.errors import message_of
-from nearpeak.fixes.arguments import ArgumentState, attributes_held_by, is_plain, leaves_of
+from nearpeak.errors import UsageError, message_of
+from nearpeak.fixes.arguments import ArgumentState, attributes_held_by, is_plain, leaves_of, version_of
 from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.patterns.confirm import Forward, Settings, current_forward, has_hooks, plain_attributes
 from nearpeak.fixes.registry import ModelRun, Site, fix
@@ -32,6 +34,10 @@ FEWEST_OPERATORS = 20
 MOST_FORMS = 32
 """Kinds of calls that a model is watched for; the longest unused one is forgotten."""
 FEWEST_REPLAYS = 3
+MOST_COPIED = 0.05
+"""Of the bytes of a model's parameters, all of which a call reads: objects of a call that have no more are copied."""
+MOST_GRAPHS = 8
+"""Of one form: a model whose fixes are switched on and off has a graph for each of its ways."""
 MOST_WASTED = 3
 """Graphs that were replayed less often than that, because every call had another cache."""
 SERIES = 4
@@ -74,24 +80,22 @@ class CallGraphs:
                 self._forms.popitem(last=False)
             return form.watch(model, original, args, kwargs, leaves)
         self._forms.move_to_end(key)
-        if form.graph is not None and form.graph.holds(leaves):
-            return form.graph.replay(leaves)
         if form.refused or form.spec != spec:
             return original(model, *args, **kwargs)
-        if form.graph is not None and form.graph.replays < FEWEST_REPLAYS:
-            form.wasted += 1
-            if form.wasted > MOST_WASTED:
-                form.refuse("every call has other objects")
-                return original(model, *args, **kwargs)
-        form.graph = None
+        graph = form.find(leaves)
+        if graph is not None:
+            return graph.replay(leaves)
+        if form.is_wasted():
+            form.refuse("every call has other objects")
+            return original(model, *args, **kwargs)
         try:
-            form.graph = _CallGraph(model, original, leaves, spec, self._pool)
+            graph = _CallGraph(model, original, leaves, spec, self._pool)
         except Exception as error:  # code that waits for a value, for example
             form.refuse(f"it cannot be recorded: {type(error).__name__}: {message_of(error)}")
             return original(model, *args, **kwargs)
-        self._pool = form.graph.pool
-        form.forget_with(leaves)
-        return form.graph.replay(leaves)
+        self._pool = graph.pool
+        form.keep(graph, leaves)
+        return graph.replay(leaves)
 
     def refusals(self) -> list[str]:
         """Why calls are not replayed."""
@@ -103,12 +107,37 @@ class _Form:
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         self.spec = spec
-        self.graph: _CallGraph | None = None
+        self.graphs: list[_CallGraph] = []
+        """The one that was used last is the first."""
         self.refused = ""
-        self.wasted = 0
+        self._wasted = 0
 
     def refuse(self, why: str) -> None:
-        self.refused, self.graph = why, None
+        self.refused = why
+        self.graphs.clear()
+
+    def find(self, leaves: Sequence[Any]) -> _CallGraph | None:
+        """The graph of these objects, or of others like them, and of the model as it is."""
+        for place, graph in enumerate(self.graphs):
+            if graph.holds(leaves):
+                if place:
+                    self.graphs.insert(0, self.graphs.pop(place))
+                return graph
+        return None
+
+    def is_wasted(self) -> bool:
+        """Whether too many graphs were hardly replayed: the model is the same, and objects are others each time."""
+        last = self.graphs[0] if self.graphs else None
+        if last is not None and last.replays < FEWEST_REPLAYS and last.is_of_model():
+            self._wasted += 1
+        return self._wasted > MOST_WASTED
+
+    def keep(self, graph: _CallGraph, leaves: Sequence[Any]) -> None:
+        """Those of other objects and of memory that the model no longer has go."""
+        rest = [each for each in self.graphs if each.has_memory() and not each.is_of_model()]
+        self.graphs = [graph, *rest][:MOST_GRAPHS]
+        if not graph.copies:
+            self._forget_with(graph, leaves)
 
     def watch(self, model: nn.Module, original: Forward, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         """Runs a call as it is, and sees whether it does anything that a graph would not do again."""
@@ -133,21 +162,82 @@ class _Form:
             self.refuse("a call returns new objects")
         return output
 
-    def forget_with(self, leaves: Sequence[Any]) -> None:
+    def _forget_with(self, graph: _CallGraph, leaves: Sequence[Any]) -> None:
         """The graph goes, with the memory that it holds, when an object among the arguments does."""
-        assert self.graph is not None
         for leaf in leaves:
             if not isinstance(leaf, Tensor) and not is_plain(leaf):
                 try:
-                    weakref.finalize(leaf, _drop_graph, weakref.ref(self), weakref.ref(self.graph)).atexit = False
+                    weakref.finalize(leaf, _drop_graph, weakref.ref(self), weakref.ref(graph)).atexit = False
                 except TypeError:  # it cannot be referred to weakly: the graph lives as long as the form
                     continue
 
 
 def _drop_graph(form: weakref.ref[_Form], graph: weakref.ref[_CallGraph]) -> None:
-    owner = form()
-    if owner is not None and owner.graph is graph():
-        owner.graph = None
+    owner, last = form(), graph()
+    if owner is not None and last in owner.graphs:
+        owner.graphs.remove(last)
+
+
+class _OwnObject:
+    """A copy of an object among the arguments, such as a cache, with which a call is recorded.
+
+    The call of another object that is like it is replayed too: the values of its tensors are copied to those of the
+    copy, and back.
+    """
+
+    def __init__(self, leaf: Any) -> None:
+        self.object = copy.deepcopy(leaf)
+        self._state = ArgumentState((self.object,), {}, values=False)
+        self._tensors = [tensor for _, tensor in self._state.tensors]
+        self._remember(leaf, ArgumentState((leaf,), {}, values=False))
+        if not self._state.is_like(self._given):
+            raise UsageError(f"a copy of a {type(leaf).__name__} is another object")
+
+    def _remember(self, leaf: Any, state: ArgumentState) -> None:
+        """The object of the calls from now on, as long as it lives."""
+        self._leaf, self._given = weakref.ref(leaf, partial(_forget_object, weakref.ref(self))), state
+        self._versions: list[int | None] = []
+        """Of its tensors, when they had the values that the copy has."""
+
+    def forget(self) -> None:
+        self._given, self._versions = self._state, []
+
+    def take(self, leaf: Any) -> bool:
+        """Whether the call of an object can be that of the copy."""
+        if self._leaf() is leaf and self._given.holds():
+            return True
+        state = ArgumentState((leaf,), {}, values=False)
+        if not self._state.is_like(state):
+            return False
+        self._remember(leaf, state)
+        return True
+
+    def read(self) -> None:
+        given = self._given_tensors()
+        if not self._versions or None in self._versions or self._versions != [version_of(each) for each in given]:
+            _copy_all(self._tensors, given)
+
+    def write(self) -> None:
+        given = self._given_tensors()
+        _copy_all(given, self._tensors)
+        self._versions = [version_of(each) for each in given]
+
+    def _given_tensors(self) -> list[Tensor]:
+        return [tensor for _, tensor in self._given.tensors]
+
+
+def _forget_object(own: weakref.ref[_OwnObject], _leaf: Any) -> None:
+    known = own()
+    if known is not None and known._leaf is _leaf:
+        known.forget()
+
+
+@torch.no_grad()
+def _copy_all(to: list[Tensor], source: list[Tensor]) -> None:
+    kinds = [(x.dtype, x.device) for x in to]
+    for kind in dict.fromkeys(kinds):  # of one dtype they are one launch
+        same = [each == kind for each in kinds]
+        torch._foreach_copy_(list(itertools.compress(to, same)), list(itertools.compress(source, same)))
 
 
 class _CallGraph:
@@ -164,39 +254,68 @@ class _CallGraph:
             else None
             for leaf in leaves
         ]
+        places = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and not is_plain(leaf)]
+        self.copies = _own_objects(model, {place: leaves[place] for place in places})
+        """By the place of the object, if they are copied."""
         self._objects = [
-            (place, id(leaf), ArgumentState((leaf,), {}, values=False))
-            for place, leaf in enumerate(leaves)
-            if not isinstance(leaf, Tensor) and not is_plain(leaf)
+            (place, id(leaves[place]), ArgumentState((leaves[place],), {}, values=False))
+            for place in places
+            if place not in self.copies
         ]
         given = [leaf if own is None else own for leaf, own in zip(leaves, self._inputs, strict=True)]
+        for place, each in self.copies.items():
+            given[place] = each.object
         args, kwargs = pytree.tree_unflatten(given, spec)
         self._launch, output, self.pool = capture(lambda: original(model, *args, **kwargs), pool)
         results, self._output_spec = _output_leaves(output, given)
-        places = {id(leaf): place for place, leaf in enumerate(given) if not is_plain(leaf)}
+        by_id = {id(leaf): place for place, leaf in enumerate(given) if not is_plain(leaf)}
         # The place of an argument that is returned, or else the tensor or plain value: no object is held.
         self._results = [
-            (places[id(leaf)], None) if id(leaf) in places and not is_plain(leaf) else (None, leaf) for leaf in results
+            (by_id[id(leaf)], None) if id(leaf) in by_id and not is_plain(leaf) else (None, leaf) for leaf in results
         ]
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """Whether the objects are those that were recorded, with the same memory, and the model has not changed."""
+        """Whether the objects are those that were recorded, with the same memory, or are copied, and the model has not
+        changed."""
         return (
             all(id(leaves[place]) == number and state.holds() for place, number, state in self._objects)
             and self._model.holds()
+            and all(each.take(leaves[place]) for place, each in self.copies.items())
         )
+
+    def is_of_model(self) -> bool:
+        return self._model.holds()
+
+    def has_memory(self) -> bool:
+        return self._model.has_memory()
 
     def replay(self, leaves: Sequence[Any]) -> Any:
         for own, leaf in zip(self._inputs, leaves, strict=True):
             if own is not None:
                 own.copy_(leaf)
+        for each in self.copies.values():
+            each.read()
         self._launch()
+        for each in self.copies.values():
+            each.write()
         self.replays += 1
         results = [
             leaves[place] if place is not None else value.clone() if isinstance(value, Tensor) else value
             for place, value in self._results
         ]
         return pytree.tree_unflatten(results, self._output_spec)
+
+
+def _own_objects(model: nn.Module, objects: dict[int, Any]) -> dict[int, _OwnObject]:
+    """Copies of the objects of a call, if they are small; none if one of them is not, or is no such object."""
+    states = (ArgumentState((each,), {}, values=False) for each in objects.values())
+    held = sum(tensor.nbytes for state in states for _, tensor in state.tensors)
+    if not objects or held > MOST_COPIED * sum(each.nbytes for each in model.parameters()):
+        return {}
+    try:
+        return {place: _OwnObject(leaf) for place, leaf in objects.items()}
+    except Exception:  # of objects that cannot be copied
+        return {}
 
 
 class _ModelState:
@@ -229,6 +348,10 @@ class _ModelState:
             held = (attributes_held_by(value) for each in own for value in each.values())
             self._dictionaries = [*own, *{id(each): each for each in held if each is not None}.values()]
             self._objects = self._all_objects()
+        return self.has_memory()
+
+    def has_memory(self) -> bool:
+        """Whether parameters and buffers are where they were."""
         return all(
             owner.get(name) is tensor and tensor.data_ptr() == pointer for owner, name, tensor, pointer in self._tensors
         )
@@ -290,7 +413,7 @@ def graphed_forward(model: nn.Module) -> Forward:
     return forward
 
 
-@fix("cuda-graphs", "calls without gradients as CUDA graphs", order=85, series=SERIES)
+@fix("cuda-graphs", "calls without gradients as CUDA graphs", order=85, series=SERIES, launches=True)
 def cuda_graphs(run: ModelRun) -> Iterator[Site]:
     """Models whose calls are many short launches."""
     count = len(run.calls[0].ops)
@@ -318,7 +441,7 @@ def _why_not(run: ModelRun) -> str:
     return ""
 
 
-@fix("static-cache", "generation with a cache of fixed size, and its steps as CUDA graphs", order=86)
+@fix("static-cache", "generation with a cache of fixed size, and its steps as CUDA graphs", order=86, launches=True)
 def static_cache(run: ModelRun) -> Iterator[Site]:
     """Models that generate tokens with a cache that grows, and have a setting for one that does not."""
     model: Any = run.model
