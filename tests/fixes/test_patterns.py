@@ -15,7 +15,7 @@ from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.graphs import nearpeak_backend, rewrite_graph
 from nearpeak.fixes.patterns import attention, experts, loss, mlp, norms
 from nearpeak.fixes.patterns.dataflow import traceable
-from nearpeak.fixes.registry import ModelRun, Site, observe
+from nearpeak.fixes.registry import ModelRun, Site, fixes, observe
 from nearpeak.trace.cuda_ops.target import target_of
 from nearpeak.trace.trace import trace
 
@@ -406,6 +406,24 @@ def test_attention_with_a_mask_made_in_the_forward(kind: str) -> None:
     assert "_attend" in functions_of(model)
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(model(torch.cat((x, x), 1)), longer)
+
+
+class RotatedAttention(nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        q, k = rotate_halves(q, cos, sin), rotate_halves(k, cos, sin)
+        return torch.softmax(q @ k.mT * 0.3, dim=-1) @ v
+
+
+def test_rotations_in_a_forward_that_is_rewritten_are_replaced() -> None:
+    model, angles = RotatedAttention(), torch.randn(6, 4)
+    arguments = *torch.randn(3, 2, 3, 6, 8), angles.cos(), angles.sin()
+    expected = model(*arguments)
+    for each in fixes(["attention", "rotary"]):
+        (site,) = each.sites(run_of(model, *arguments))
+        assert is_found(site)
+        site.change(Edits())
+    assert {"_attend", "call"} <= functions_of(model)
+    torch.testing.assert_close(model(*arguments), expected)
 
 
 def test_attention_is_causal_only_as_far_as_it_was_seen() -> None:

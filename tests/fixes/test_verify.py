@@ -238,3 +238,24 @@ def test_equal_infinities_have_no_error():
     assert relative_error(x, x.double()) == 0.0
     assert relative_error(torch.tensor([1.0, 2.0]), x) > 1
     assert relative_error(torch.tensor([float("nan"), 1.0]), torch.ones(2)) > 1e9
+
+
+class Cancels(nn.Module):
+    """Has a parameter whose gradient is `rest` times that of a sum."""
+
+    def __init__(self, rest: float) -> None:
+        super().__init__()
+        self.weight, self.shift, self.rest = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH)), rest
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight + self.rest * self.shift
+
+
+def test_a_gradient_that_vanishes_is_judged_beside_the_largest() -> None:
+    """Kernels of attention compute 1e-9 where large terms cancel to 1e-12."""
+    torch.manual_seed(0)
+    inputs = Inputs(name="the batch", args=(torch.randn(4, WIDTH),), kwargs={}, grad=True)
+    original = Cancels(1e-12)
+    assert problem(Reference(original).check(Cancels(1e-9), inputs)) == ""
+    assert "gradient of shift" in problem(Reference(original).check(Cancels(1e-2), inputs))
+    assert "gradient of shift" in problem(Reference(Cancels(1e-3)).check(Cancels(1.1e-3), inputs))

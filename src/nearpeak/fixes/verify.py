@@ -36,6 +36,11 @@ SMALL_FACTOR = 4.0
 FEW_ELEMENTS = 512
 FLOOR_UNITS = 4.0
 """Units in the last place of the dtype that an error may always have."""
+VANISHING = 2.0**-23
+"""Of the largest gradient, one unit in float32. Where large terms cancel, as behind a saturated softmax, what is left
+has their rounding errors: units of the largest gradient. One that is smaller than a unit is judged beside it alone."""
+STILL_VANISHING = 2.0**-12
+"""Of the largest gradient: where one vanishes, that of the fixed model must stay below."""
 LARGEST_NOISE = 0.05
 """Outputs that differ by more between two runs on the same batch cannot be compared."""
 SPREAD_RATIO = 1.3
@@ -328,10 +333,16 @@ class Reference:
             typical = median(large) if large else self._narrowest()
             if width == "original":
                 factor = SMALL_FACTOR
-            judged = [
-                _judge(f"{key}, {name}", width, *three, owns[key], factor, typical, self.noise)
-                for key, three in group.items()
-            ]
+            sizes = {
+                key: float(torch.linalg.vector_norm(three[0], dtype=torch.float64)) for key, three in group.items()
+            }
+            largest = max(sizes.values()) if group is gradients else 0.0
+            judged = []
+            for key, three in group.items():
+                each = _judge(f"{key}, {name}", width, *three, owns[key], factor, typical, self.noise)
+                beside = STILL_VANISHING if sizes[key] < VANISHING * largest else FLOOR_UNITS * VANISHING
+                floor = beside * largest / max(sizes[key], 1e-300)
+                judged.append(replace(each, allowed=each.allowed + floor))
             yield max(judged, key=lambda each: each.fixed / max(each.allowed, 1e-300))
 
     def _own_error(self, key: str, width: Width, before: Tensor, reference: Tensor) -> float:

@@ -155,7 +155,7 @@ def _replace_rotary(rotary: Rotary, module: nn.Module, function: FunctionCall, e
     edits.set_functions(module, {function.name: rotary_function(rotary, function.function)})
 
 
-@fix("rotary", "rotary embeddings as one kernel", order=30)
+@fix("rotary", "rotary embeddings as one kernel", order=8)  # a forward that is rewritten no longer calls functions
 def rotaries(run: ModelRun) -> Iterator[Site]:
     """Functions that rotate heads."""
     for call in run.calls:

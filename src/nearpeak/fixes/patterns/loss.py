@@ -363,7 +363,13 @@ def deferred_forward(module: nn.Module, weight: str, bias: str | None, losses: l
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         matrix = getattr(self, weight)
-        if type(x) in _PLAIN and x.dim() > 1 and not torch.compiler.is_compiling() and settings.hold(self):
+        if (
+            isinstance(x, Tensor)
+            and type(x) in _PLAIN
+            and x.dim() > 1
+            and not torch.compiler.is_compiling()
+            and settings.hold(self)
+        ):
             offsets = None if bias is None else getattr(self, bias)
             hidden, matrix = autocast(x, matrix)
             offsets = None if offsets is None else autocast(offsets)[0]
