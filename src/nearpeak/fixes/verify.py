@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -334,15 +335,19 @@ class Reference:
             if width == "original":
                 factor = SMALL_FACTOR
             sizes = {
-                key: float(torch.linalg.vector_norm(three[0], dtype=torch.float64)) for key, three in group.items()
+                key: float(torch.linalg.vector_norm(reference, dtype=torch.float64))
+                for key, (reference, _, _) in group.items()
+                if group is gradients
             }
-            largest = max(sizes.values()) if group is gradients else 0.0
+            largest = max(filter(math.isfinite, sizes.values()), default=0.0)
             judged = []
-            for key, three in group.items():
-                each = _judge(f"{key}, {name}", width, *three, owns[key], factor, typical, self.noise)
-                beside = STILL_VANISHING if sizes[key] < VANISHING * largest else FLOOR_UNITS * VANISHING
-                floor = beside * largest / max(sizes[key], 1e-300)
-                judged.append(replace(each, allowed=each.allowed + floor))
+            for key, tensors in group.items():
+                each = _judge(f"{key}, {name}", width, *tensors, owns[key], factor, typical, self.noise)
+                size = sizes.get(key, 0.0)
+                if not math.isfinite(size):
+                    size = math.inf
+                beside = STILL_VANISHING if size < VANISHING * largest else FLOOR_UNITS * VANISHING
+                judged.append(replace(each, allowed=each.allowed + beside * largest / max(size, 1e-300)))
             yield max(judged, key=lambda each: each.fixed / max(each.allowed, 1e-300))
 
     def _own_error(self, key: str, width: Width, before: Tensor, reference: Tensor) -> float:
