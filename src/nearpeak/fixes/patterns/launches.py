@@ -336,17 +336,22 @@ class _ModelState:
         ]
         self._dictionaries: list[dict[Any, Any]] = []
         """The attributes of modules and of what these hold."""
+        self._empty: list[dict[Any, Any]] = []
+        """Those that have none, as the hooks of most modules."""
         self._objects: list[Any] = []
         """What the dictionaries had when all was found to be the same."""
 
     def holds(self) -> bool:
         now = self._all_objects()
-        if not now or len(now) != len(self._objects) or not all(map(operator.is_, now, self._objects)):
+        is_same = len(now) == len(self._objects) and all(map(operator.is_, now, self._objects))
+        if not now or any(self._empty) or not is_same:
             if not self._is_same():
                 return False
             own = [vars(module) for module, *_ in self._modules]
             held = (attributes_held_by(value) for each in own for value in each.values())
-            self._dictionaries = [*own, *{id(each): each for each in held if each is not None}.values()]
+            distinct = [*own, *{id(each): each for each in held if each is not None}.values()]
+            self._dictionaries = [each for each in distinct if each]
+            self._empty = [each for each in distinct if not each]
             self._objects = self._all_objects()
         return self.has_memory()
 
