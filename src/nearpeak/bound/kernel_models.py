@@ -269,6 +269,8 @@ def _form(op: Op) -> str:
         order = "permuted"
     if order:
         return order
+    if not all(_dense(tensor) for tensor in (*op.inputs, *op.written) if tensor.elements > 1):  # a part of each row
+        return "permuted"
     large = [tensor for tensor in op.inputs if tensor.elements > 1]
     dtypes = {tensor.dtype for tensor in large}
     if op.packet in ("aten._to_copy", "aten.copy_"):
@@ -343,6 +345,16 @@ def _contiguous(tensor: Tensor) -> bool:
     return True
 
 
+def _dense(tensor: Tensor) -> bool:
+    """Whether the elements lie beside each other in memory, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.strides, tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 @model("aten.masked_fill")
 def _masked_copy(kernel: Kernel) -> float:
     """A copy, and a fill of it in place."""
@@ -363,11 +375,16 @@ def _pad(kernel: Kernel) -> float:
     return _fill(kernel) + kernel["gpu.gap"] + _pass(kernel, "permuted")
 
 
-@model("aten.roll", "aten.pixel_shuffle", "aten.pixel_unshuffle")
+_MIRRORED = tuple(f"aten.{kind}_pad{rank}d" for kind in ("reflection", "replication") for rank in (1, 2, 3))
+
+
+@model("aten.roll", "aten.pixel_shuffle", "aten.pixel_unshuffle", *_MIRRORED)
 def _rolled(kernel: Kernel) -> float:
     """An index with a division for each element. Pixels are shuffled by a copy of a view in another order."""
     fixed = kernel["rolled.fixed"]
-    if kernel.op.packet != "aten.roll":
+    if kernel.op.packet in _MIRRORED:  # divisions of 64 bits, one after the other
+        fixed += kernel["rolled.mirrored"]
+    elif kernel.op.packet != "aten.roll":
         narrow = any(tensor.item_bytes < 4 for tensor in kernel.op.written)
         fixed = kernel["permuted.fixed"] + (kernel["elementwise.half"] if narrow else 0.0)
     return fixed + _both(kernel.memory(), kernel.cycles(_elements(*kernel.op.written) * kernel["rolled.element"]))
@@ -444,7 +461,7 @@ def _reduction(kernel: Kernel) -> float:
     return _reduce(kernel, lines, cycles, step, kernel["reduction.pairs"] if name in _PAIRS else 1.0)
 
 
-_PAIRS = ("argmax", "argmin", "max", "min", "var", "std", "var_mean")
+_PAIRS = ("aminmax", "argmax", "argmin", "max", "min", "var", "std", "var_mean")
 """Reductions whose threads exchange more than one number."""
 _ROW_STEPS = {"var": "moments", "std": "moments", "var_mean": "moments", "prod": "jitted"}
 """Reductions whose steps along a row take longer than those of a sum: they divide, or load no vectors."""
@@ -672,8 +689,9 @@ def _softmax_backward(kernel: Kernel) -> float:
 
 def _row_steps(kernel: Kernel, rows: float, width: float) -> float:
     """Rows of a block of 128 threads that take 4 elements each at a time, in two passes: seconds of all waves."""
-    waves = max(1.0, rows / (kernel.gpu.processors * 12))
-    return waves * (kernel["layer_norm.row"] + width / 512 * kernel["layer_norm.step"])
+    waves = rows / (kernel.gpu.processors * 12)
+    step = kernel["layer_norm.step"] + min(1.0, waves) * kernel["layer_norm.beside"]
+    return max(1.0, waves) * (kernel["layer_norm.row"] + width / 512 * step)
 
 
 @model("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
@@ -775,7 +793,7 @@ def _batch_norm(kernel: Kernel) -> float:
     source = op.inputs[0]
     channels = source.shape[1] if len(source.shape) > 1 else 1
     length = source.elements / max(1, channels)
-    last = len(source.shape) > 2 and source.strides[1] == 1
+    last = len(source.shape) > 1 and source.strides[1] == 1
     backward = "backward" in op.packet
     given = op.arguments.get("training", op.arguments.get("train", "no_training" not in op.packet)) is False
     kind = "batch_norm_backward" if backward else "batch_norm"
@@ -789,7 +807,9 @@ def _batch_norm(kernel: Kernel) -> float:
         return kernel["batch_norm.given_cudnn"] + passing + walk
     if given and not backward:
         walk = (_last_rows(channels, length) - 4) * kernel["batch_norm.given_step"] if last else 0.0
-        return kernel["batch_norm.given"] + max(passing, walk)
+        # Where an image's places lie together, a thread takes one element at a time.
+        each = 0.0 if last else kernel.cycles(source.elements * kernel["batch_norm.given_one"])
+        return kernel["batch_norm.given"] + max(passing, walk, each)
     if last and "cudnn" in op.packet and not backward:  # read twice, for moments and for results
         return kernel["cudnn_batch_norm.fixed"] + 2 * passing
     if last:
@@ -887,7 +907,9 @@ def _scattered(kernel: Kernel) -> float:
     index = [tensor for tensor in op.inputs if tensor.dtype in ("int64", "int32")]
     count = max((tensor.elements for tensor in index), default=0)
     sources = [tensor for tensor in op.inputs if tensor not in index]
-    if name in ("nonzero", "argwhere", "masked_select", "masked_scatter"):
+    if name == "masked_scatter":
+        return _masked_scatter(kernel)
+    if name in ("nonzero", "argwhere", "masked_select"):
         return _selected(kernel) + (kernel["vector.fixed"] + kernel.memory() if name.startswith("masked") else 0.0)
     if name == "index_fill":
         count *= sources[0].elements // max(1, sources[0].shape[op.arguments["dim"]])
@@ -933,15 +955,51 @@ def _selected(kernel: Kernel) -> float:
     """What a mask selects: its elements are counted, the host waits for their number, and their places are written."""
     places = sum(tensor.elements for tensor in kernel.op.inputs if tensor.dtype == "bool")
     places = places or _elements(*kernel.op.inputs)
-    return kernel["selected.fixed"] + 2 * kernel.memory(writes=0.0) + kernel.cycles(places * kernel["selected.element"])
+    passes = 2 * kernel.memory(writes=0.0) + kernel.cycles(places * kernel["selected.element"])
+    return _waited(kernel, 6) + passes
+
+
+def _waited(kernel: Kernel, launches: int) -> float:
+    """An op whose host waits for a number, so that none of its launches is hidden."""
+    return kernel["selected.wait"] + launches * kernel["selected.launch"]
+
+
+def _small(kernel: Kernel, count: int) -> float:
+    """Elementwise kernels over next to nothing, after each other."""
+    return count * (kernel["vector.fixed"] + kernel["gpu.gap"])
+
+
+def _masked_scatter(kernel: Kernel) -> float:
+    """A copy of the tensor, a scan of the mask that says which element comes where, a check and a pass."""
+    op = kernel.op
+    size, places = op.inputs[0].bytes, op.inputs[1].elements
+    scanned = (2 * 8 + 1) * places / kernel.gpu.bandwidth  # written and read as numbers of 8 bytes
+    copied = kernel.memory(reads=size, writes=size) if op.outputs and not op.mutated else 0.0
+    return _small(kernel, 3) + kernel["scan.whole"] + scanned + copied + _pass(kernel, "vector")
+
+
+_ONE_TILE = 4096
+"""So many keys and fewer are sorted by one block."""
+
+
+def _key_sort(kernel: Kernel, count: int, item: float) -> float:
+    """A sort of all keys of so many bytes: by one block where they are few, else by passes over their digits."""
+    if count <= _ONE_TILE:
+        return kernel["sort.tile"] + count * kernel["sort.tile_element"]
+    fixed = kernel["sort.long_fixed"] + item * kernel["sort.digit"]
+    return fixed + kernel.cycles(count * kernel["sort.long_element"] * item)
 
 
 def _sorted_sums(kernel: Kernel, count: int, index: Sequence[Tensor]) -> float:
-    """Sums by index in a fixed order: the indices are sorted first."""
+    """Sums by index in a fixed order: the indices are checked, wrapped around and numbered, and sorted first."""
     rows = max((tensor.elements for tensor in index), default=1)
+    before = _small(kernel, 10 * len(index)) + kernel["vector.fixed"] + kernel["gpu.gap"]
+    ordered = kernel["sort.tile"] + rows * kernel["sort.tile_element"]
+    if rows > _ONE_TILE:
+        ordered = kernel["scattered.sort"] + rows * kernel["embedding_backward.sorted"]
     return (
-        kernel["scattered.sort"]
-        + rows * kernel["embedding_backward.sorted"]
+        before
+        + ordered
         + _both(kernel.memory(), kernel.cycles(count * kernel["embedding_backward.element"]))
     )
 
@@ -1087,16 +1145,23 @@ def _mode(kernel: Kernel) -> float:
 
 @model("aten._unique2", "aten._unique", "aten.randperm", "aten.histc", "aten.bincount")
 def _sorted_apart(kernel: Kernel) -> float:
-    """A sort of all elements, and passes over them; a histogram has passes alone. The host waits for their number."""
+    """A sort of all elements, and passes over them; a histogram has passes alone. The host waits for their number.
+
+    Of `bincount`, the host waits for the least and the largest; `histc` with limits has them.
+    """
     op = kernel.op
     count = _elements(*op.inputs) or _elements(*op.outputs)
     if op.packet in ("aten.histc", "aten.bincount"):
-        return kernel["selected.fixed"] + 3 * kernel.memory() + kernel.cycles(count * kernel["selected.bin"])
+        return _waited(kernel, 6) + 3 * kernel.memory() + kernel.cycles(count * kernel["selected.bin"])
     item = min((tensor.item_bytes for tensor in op.inputs), default=4.0)
-    fixed = kernel["sort.long_fixed"] + item * kernel["sort.digit"]
-    if op.packet != "aten.randperm":
-        fixed += kernel["selected.fixed"]
-    return fixed + 2 * kernel.memory() + kernel.cycles(count * kernel["sort.long_element"] * item)
+    waited = _waited(kernel, 4) if op.packet != "aten.randperm" else 0.0
+    return waited + 2 * kernel.memory() + _key_sort(kernel, count, item)
+
+
+@model("aten.unique_consecutive", "aten.unique_dim", "aten.unique_dim_consecutive")
+def _neighbors_apart(kernel: Kernel) -> float:
+    """Passes that compare neighbors and gather those that differ; the host waits for their number."""
+    return _waited(kernel, 4) + 2 * kernel.memory()
 
 
 @model("aten.searchsorted", "aten.bucketize")
@@ -1110,10 +1175,14 @@ def _searched(kernel: Kernel) -> float:
 
 @model("aten.multinomial")
 def _multinomial(kernel: Kernel) -> float:
-    """The largest of the probabilities, each divided by a random number, after checks of them by the host."""
+    """The largest of the probabilities, each divided by a random number, after checks of them on the device."""
     source = kernel.op.inputs[0]
-    passes = 6 * kernel.memory(reads=source.bytes, writes=0.0)
-    return kernel["selected.fixed"] + 8 * (kernel["reduction.parts"] + kernel["gpu.gap"]) + passes
+    whole, rows = _lines(source, None), _lines(source, -1)
+    element = kernel["reduction.element"]
+    checks = 2 * _reduce(kernel, whole, element) + _reduce(kernel, rows, element) + _small(kernel, 8)
+    drawn = kernel["generated.fixed"] + kernel.memory(reads=source.bytes, writes=2 * source.bytes) + _small(kernel, 1)
+    largest = _reduce(kernel, rows, kernel["reduction.argmax"], 1.0, kernel["reduction.pairs"])
+    return checks + drawn + largest + 5 * kernel["gpu.gap"]
 
 
 @model("aten._cdist_forward", "aten._pdist_forward")
@@ -1173,9 +1242,37 @@ def _factorized(kernel: Kernel) -> float:
         apart = batch > 1 and kind in ("eigh", "svd", "qr") and columns > _TOGETHER  # one matrix after the other
         column = kernel[f"factorization.{kind}"] + columns * kernel.get(f"factorization.{kind}_rotation", 0.0)
         seconds += columns * column * (batch if apart else turns)
+        if kind == "lu" and batch > 1 and columns > _TOGETHER:  # small kernels for each panel: swaps, pointers, products
+            seconds += 2 * columns * kernel["factorization.panel"]
     seconds += systems * (kernel["factorization.fixed"] + columns * kernel["factorization.system"] * turns)
     flops = sum(kernel.cost.product_flops.values()) / (kernel["factorization.rate"] * kernel.gpu.vector)
     return seconds + flops + kernel.memory()
+
+
+@model("aten._linalg_check_errors")
+def _checked(kernel: Kernel) -> float:
+    """The host waits for what a factorization says of itself."""
+    return kernel["selected.wait"]
+
+
+_LAUNCHES: Mapping[str, int] = {
+    "linalg_cholesky_ex": 8, "linalg_lu_factor_ex": 8, "_linalg_det": 17, "_linalg_slogdet": 19, "_linalg_solve_ex": 18,
+    "linalg_inv_ex": 18, "_linalg_eigh": 31, "_linalg_svd": 40, "linalg_lstsq": 20, "linalg_qr": 14, "multinomial": 16,
+}  # fmt: skip
+"""Kernels and copies of one op, by operator, for a matrix alone or for small ones together."""
+_BY_PANELS = ("linalg_lu_factor_ex", "_linalg_solve_ex", "linalg_inv_ex", "_linalg_det", "_linalg_slogdet")
+"""Operators that decompose batches of larger matrices by panels, with about two calls for each column."""
+
+
+def _factorized_launches(op: Op) -> int:
+    name = op.packet.removeprefix("aten.")
+    launches = _LAUNCHES.get(name, 1)
+    square = next((tensor for tensor in op.inputs if len(tensor.shape) > 1), None)
+    if square is not None and name in _BY_PANELS:
+        columns = min(square.shape[-2:])
+        if square.elements > math.prod(square.shape[-2:]):
+            launches += 2 * columns if columns > _TOGETHER else -3
+    return launches
 
 
 _TOGETHER = 32
@@ -1192,7 +1289,7 @@ def _exponential(kernel: Kernel) -> float:
     product = _product(kernel, batch, size, size, size, source.dtype, kind=f"matrix_{engine}")
     moved = 3 * source.bytes / kernel.gpu.bandwidth
     passes = 30 * (kernel["vector.fixed"] + kernel["gpu.gap"] + moved)
-    return kernel["selected.fixed"] + passes + 8 * (kernel[f"matrix_{engine}.fixed"] + max(product, moved))
+    return _waited(kernel, 8) + passes + 8 * (kernel[f"matrix_{engine}.fixed"] + max(product, moved))
 
 
 @model("pooling")
@@ -1211,7 +1308,13 @@ def _pooling(kernel: Kernel) -> float:
             planes: float = math.prod(out.shape[:2])
             places = math.prod(out.shape[2:])
             waves = math.ceil(places / (kernel.gpu.processors * 1024))
-            if "cubic" in name or name.endswith("_aa"):
+            if name.endswith("_aa"):  # a thread for each result of each plane, whose taps it reads one by one
+                scales = zip(source.shape[2:], out.shape[2:], strict=True)
+                support = 4 if "cubic" in name else 2
+                taps = math.prod(math.ceil(support * max(1.0, size / few)) + 1 for size, few in scales)
+                waves = math.ceil(out.elements / (kernel.gpu.processors * 1024))
+                return kernel["pooling.fixed"] + max(kernel.memory(), waves * taps * kernel["pooling.antialias"])
+            if "cubic" in name:
                 planes *= kernel["pooling.cubic"]
             elif dimensions != 2:
                 planes *= kernel[f"pooling.linear_{dimensions}"]
@@ -1225,7 +1328,8 @@ def _pooling(kernel: Kernel) -> float:
         if kind == "nearest" and backward:  # a thread for each place and channel goes through all images
             waves = math.ceil(out.elements / out.shape[0] / (kernel.gpu.processors * 2048))
             work = max(work, waves * out.shape[0] * kernel["pooling.nearest_image"])
-        return kernel["pooling.fixed"] + fill + _both(kernel.memory(), work)
+        fixed = kernel["pooling.nearest_fixed" if kind == "nearest" else "pooling.fixed"]
+        return fixed + fill + _both(kernel.memory(), work)
     if "adaptive" in name:
         many = source if not backward else out
         if not backward and source.shape[1] > 1 and source.strides[1] == 1:
@@ -1386,7 +1490,7 @@ def _recurrent(kernel: Kernel) -> float:
 def kernel_count(op: Op, constants: Constants) -> int:
     """How many kernels an op launches, where these are so many that the time of the host counts; else 1."""
     if op.packet not in ("aten._cudnn_rnn", "aten._cudnn_rnn_backward"):
-        return 1
+        return _factorized_launches(op)
     network = _network(op, constants)
     each = constants["recurrent"]["kernels_backward" if "backward" in op.packet else "kernels"]
     return 1 if network.resident else math.ceil(each * network.chains * network.steps)
@@ -1675,6 +1779,15 @@ next."""
 
 @model("convolution")
 def _convolution(kernel: Kernel) -> float:
+    """A bias is added to the result by a kernel of its own."""
+    op = kernel.op
+    if "backward" in op.packet or not isinstance(op.arguments.get("bias"), Tensor):
+        return _convolved(kernel)
+    size = op.outputs[0].bytes
+    return _convolved(kernel) + kernel["gpu.gap"] + _pass(kernel, "permuted", reads=size, writes=size)
+
+
+def _convolved(kernel: Kernel) -> float:
     """Products of an implicit matrix: results by taps and channels. Channels-first data are turned around first."""
     op = kernel.op
     backward = "backward" in op.packet
@@ -1693,7 +1806,7 @@ def _convolution(kernel: Kernel) -> float:
     last = dims > 0 and data.strides[1] == 1 and data.shape[1] > 1
     mask = op.arguments.get("output_mask", (True, True, True)) if backward else (False, False, False)
     strided = any(stride > 1 for stride in _numbers(op.arguments.get("stride", 1)))
-    if groups > 1 and weight.shape[1] == 1:
+    if groups > 1 and weight.shape[1] == 1 and not (transposed and engine == "narrow"):
         return _depthwise(kernel, few.elements, taps, last=last, strided=strided, mask=mask)
     matrix = taps == 1 and not strided
     pad = 4 if engine == "wide" else 8
@@ -1708,7 +1821,7 @@ def _convolution(kernel: Kernel) -> float:
     )
     gather = (results, outer // groups, steps * taps)
     packed = groups > 1 and _packs(channels, outer // groups)
-    if packed and engine == "narrow" and not last and channels < _FEWEST_TURNED:
+    if packed and engine == "narrow" and not last and channels < _FEWEST_TURNED and not transposed:
         packed = False
     if packed:  # tiles along the diagonal of a product of all groups, where most factors are zero
         spread = (wide, inner, math.ceil(met / wide / inner * _PACKED_CHANNELS / channels))
@@ -1781,7 +1894,7 @@ def _convolution(kernel: Kernel) -> float:
         passes = sum(map(bool, mask[:2])) if backward else 1
         # A weight without taps is the same in both layouts.
         turned = passes * sum(_turned(kernel, tensor) for tensor in (data, weight, out)[:: 1 if taps > 1 else 2])
-    if strided and taps > 1 and last and transposed and not backward and engine == "wide":
+    if strided and taps > 1 and last and transposed and not backward and engine != "vector":
         # Windows are folded into channels before the product, and results unfolded after it.
         turned += sum(_turned(kernel, tensor) for tensor in (data, weight, out))
     return seconds + turned
