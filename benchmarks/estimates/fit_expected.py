@@ -49,9 +49,9 @@ LEAST_GAIN = 1e-9
 FORGOTTEN = 0.2
 """Standard deviation of the logarithm by which first values are off in a cross-validation."""
 ROUNDS = 12
-NOT_FITTED = {"depth", "clock", "enqueue", "on_chip", "cached", "nothing"}
+NOT_FITTED = {"depth", "clock", "enqueue", "on_chip", "cached", "nothing", "wait", "launch"}
 GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
-    ("pointwise", "cast", "movement", "creation", "random"): (
+    ("pointwise", "cast", "movement", "creation", "random", "activation"): (
         "elementwise", "vector", "mixed", "permuted", "transposed", "instructions", "fill", "cat", "rolled",
         "generated",
     ),
@@ -71,8 +71,8 @@ GROUPS: dict[tuple[str, ...], tuple[str, ...]] = {
         "cudnn", "cudnn_backward", "efficient32", "efficient", "efficient_backward", "flash", "flash_backward",
         "attention",
     ),
-    ("matrix",): ("matrix", "matrix_narrow", "matrix_wide", "matrix_vector"),
-    ("convolution",): (
+    ("matrix", "contraction"): ("matrix", "matrix_narrow", "matrix_wide", "matrix_vector"),
+    ("convolution", "spatial"): (
         "convolution", "convolution_narrow", "convolution_wide", "convolution_vector", "depthwise", "depthwise_last",
     ),
 }  # fmt: skip

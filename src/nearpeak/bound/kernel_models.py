@@ -689,9 +689,8 @@ def _softmax_backward(kernel: Kernel) -> float:
 
 def _row_steps(kernel: Kernel, rows: float, width: float) -> float:
     """Rows of a block of 128 threads that take 4 elements each at a time, in two passes: seconds of all waves."""
-    waves = rows / (kernel.gpu.processors * 12)
-    step = kernel["layer_norm.step"] + min(1.0, waves) * kernel["layer_norm.beside"]
-    return max(1.0, waves) * (kernel["layer_norm.row"] + width / 512 * step)
+    waves = max(1.0, rows / (kernel.gpu.processors * 12))
+    return waves * (kernel["layer_norm.row"] + width / 512 * kernel["layer_norm.step"])
 
 
 @model("aten.native_layer_norm", "aten._fused_rms_norm", "aten.rms_norm")
@@ -1238,13 +1237,14 @@ def _factorized(kernel: Kernel) -> float:
     turns = max(1.0, batch / (2 * kernel.gpu.processors))
     seconds = small * (kernel["vector.fixed"] + kernel["gpu.gap"])
     if kind:
-        seconds += kernel["factorization.fixed"]
+        one = batch > 1 and columns <= _TOGETHER and kind in ("lu", "cholesky")  # one kernel, a warp for each matrix
+        seconds += kernel["factorization.system_fixed" if one else "factorization.fixed"]
         apart = batch > 1 and kind in ("eigh", "svd", "qr") and columns > _TOGETHER  # one matrix after the other
         column = kernel[f"factorization.{kind}"] + columns * kernel.get(f"factorization.{kind}_rotation", 0.0)
         seconds += columns * column * (batch if apart else turns)
         if kind == "lu" and batch > 1 and columns > _TOGETHER:  # small kernels for each panel: swaps, pointers, products
             seconds += 2 * columns * kernel["factorization.panel"]
-    seconds += systems * (kernel["factorization.fixed"] + columns * kernel["factorization.system"] * turns)
+    seconds += systems * (kernel["factorization.system_fixed"] + columns * kernel["factorization.system"] * turns)
     flops = sum(kernel.cost.product_flops.values()) / (kernel["factorization.rate"] * kernel.gpu.vector)
     return seconds + flops + kernel.memory()
 
@@ -1271,7 +1271,7 @@ def _factorized_launches(op: Op) -> int:
     if square is not None and name in _BY_PANELS:
         columns = min(square.shape[-2:])
         if square.elements > math.prod(square.shape[-2:]):
-            launches += 2 * columns if columns > _TOGETHER else -3
+            launches += 2 * columns if columns > _TOGETHER else -5
     return launches
 
 
@@ -1489,6 +1489,8 @@ def _recurrent(kernel: Kernel) -> float:
 
 def kernel_count(op: Op, constants: Constants) -> int:
     """How many kernels an op launches, where these are so many that the time of the host counts; else 1."""
+    if "convolution" in op.packet:
+        return 1 + isinstance(op.arguments.get("bias"), Tensor)
     if op.packet not in ("aten._cudnn_rnn", "aten._cudnn_rnn_backward"):
         return _factorized_launches(op)
     network = _network(op, constants)
@@ -1849,6 +1851,8 @@ def _convolved(kernel: Kernel) -> float:
     moved = kernel.memory() if not backward else (data.bytes + out.bytes + weight.bytes) / kernel.gpu.bandwidth
     memory = moved * kernel["convolution.bytes"]
     many_taps = taps > _MASKED_TAPS and max(weight.shape[2:]) < 14 and engine != "vector"
+    # Channels first, a gradient of the weights of single places is a product only with more channels than these.
+    thin = matrix and groups == 1 and not last and engine != "vector" and channels <= _THIN_CHANNELS
     # Channels first, a convolution of single places is a product for each image.
     images = data.shape[0] if matrix and not last and not backward else 1
     seconds = 0.0
@@ -1880,6 +1884,8 @@ def _convolved(kernel: Kernel) -> float:
             product = max(product, kernel.cycles(2.0 * padded_m * n * k / kernel["convolution.weights_of_many_taps"]))
         elif many_taps:
             product *= kernel["convolution.many_taps"]
+        elif shape is weights and thin:
+            product *= kernel["convolution.thin_weights"]
         elif shape is weights and engine == "wide":  # its instructions take no operand across the order of memory
             product *= kernel["convolution.wide_weights"]
         if matrix and groups == 1:
@@ -1890,12 +1896,18 @@ def _convolved(kernel: Kernel) -> float:
             between = kernel["convolution.group_bytes"] * (data.bytes + out.bytes) / kernel.gpu.bandwidth
             seconds += max(groups * (kernel["convolution.group"] + product), memory) + between
     turned = 0.0
+    if thin and backward and mask[1]:
+        turned = _turned(kernel, data) + _turned(kernel, out)
     if not last and not matrix and (backward or engine == "narrow" or channels >= pad):
         passes = sum(map(bool, mask[:2])) if backward else 1
         # A weight without taps is the same in both layouts.
         turned = passes * sum(_turned(kernel, tensor) for tensor in (data, weight, out)[:: 1 if taps > 1 else 2])
-    if strided and taps > 1 and last and transposed and not backward and engine != "vector":
-        # Windows are folded into channels before the product, and results unfolded after it.
+    overlap = taps > math.prod(_by_dimension(op.arguments.get("stride", 1), dims))
+    if packed and channels < 32 and (engine == "wide") != transposed:  # the weights are put along the diagonal first
+        turned += kernel["convolution.diagonal"]
+        turned += kernel["convolution.listed"] if transposed and strided else 0.0  # and which taps meet a place
+    if strided and overlap and last and transposed and not backward and engine != "vector":
+        # Windows that overlap are folded into channels before the product, and results unfolded after it.
         turned += sum(_turned(kernel, tensor) for tensor in (data, weight, out))
     return seconds + turned
 
@@ -1908,6 +1920,8 @@ _FEWEST_TURNED = 4
 """Groups of fewer channels are not turned around in 16 bits: a kernel without the matrix engine computes each group."""
 _PACKED_CHANNELS = 64
 """Channels along the contraction of a tile that holds several groups."""
+_THIN_CHANNELS = 16
+"""So many channels fill the narrowest tile of a gradient of weights, whose kernel reads channels last."""
 _MASKED_TAPS = 32
 """Kernels of implicit products have a bit for each tap that is within the image; for more taps there are older ones."""
 
