@@ -46,3 +46,14 @@ def test_a_sequence_without_a_batch():
     assert ctc_ops(lambda: nn.functional.ctc_loss(scores, targets, torch.tensor(10), torch.tensor(3))) == [
         "aten._ctc_loss.default"
     ]
+
+
+@pytest.mark.parametrize("make", [torch.tensor, tuple], ids=["tensors", "lists"])
+def test_fake_tensors_have_no_memory_for_lengths(make):
+    def step():
+        scores, targets = torch.empty(10, 2, 5, requires_grad=True), torch.empty(2, 3, dtype=torch.long)
+        nn.functional.ctc_loss(scores.log_softmax(-1), targets, make((10, 8)), make((3, 2))).backward()
+
+    shapes = {op.name: [tensor.shape for tensor in op.outputs] for op in trace(step).ops if "ctc" in op.name}
+    assert shapes["aten._ctc_loss.Tensor"] == [(2,), (2, 10, 7)]
+    assert len(shapes) == 2

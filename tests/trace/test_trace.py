@@ -416,6 +416,15 @@ def test_values_of_large_tensors_are_assumed_and_that_is_said(function):
     assert trace(function, torch.empty(400, 400)).notes == recorded.notes
 
 
+@pytest.mark.parametrize("driver", ["gels", "gelsy"])
+@pytest.mark.parametrize("shapes", [((6, 3), (6, 2)), ((2, 6, 3), (2, 6, 2)), ((3, 6), (3, 2))])
+def test_least_squares_have_the_shapes_of_full_rank(shapes, driver):
+    call = lambda a, b: torch.linalg.lstsq(a, b, driver=driver)  # noqa: E731
+    alone = torch.linalg.lstsq(*map(torch.randn, shapes), driver=driver)
+    (op,) = trace(call, *(torch.empty(shape, device="meta") for shape in shapes)).ops
+    assert [tensor.shape for tensor in op.outputs] == [tuple(tensor.shape) for tensor in alone]
+
+
 def test_live_does_everything():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

@@ -397,8 +397,43 @@ def _repeats(note: Callable[[str], None], repeats: torch.Tensor, *, output_size:
     return torch.empty(count, dtype=torch.int64, device=repeats.device)
 
 
+def _ctc_loss(
+    note: Callable[[str], None],
+    scores: torch.Tensor,
+    targets: torch.Tensor,
+    lengths: Any,
+    target_lengths: Any,
+    *_: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:
+    steps, batch = scores.shape[:2]
+    if isinstance(target_lengths, torch.Tensor):
+        longest = targets.shape[-1] if targets.ndim > 1 else math.ceil(targets.shape[0] / max(1, batch))
+        note("all targets are as long as they can be")
+    else:
+        longest = max(target_lengths, default=0)
+    return scores.new_empty(batch), scores.new_empty(batch, steps, 2 * longest + 1)
+
+
+def _least_squares(
+    note: Callable[[str], None], matrix: torch.Tensor, right: torch.Tensor, *_: Any, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    rows, columns = matrix.shape[-2:]
+    tail = right.shape[matrix.ndim - 1 :] if right.ndim >= matrix.ndim else ()
+    batch = matrix.shape[:-2]
+    driver = options.get("driver")
+    left = rows > columns and driver in ("gels", "gelsd")  # the other drivers do not say what is left over
+    if left:
+        note("the matrices have full rank")
+    residuals = matrix.new_empty((*batch, *(tail or (1,))) if left else (0,))
+    rank = matrix.new_empty((0,) if driver == "gels" else batch, dtype=torch.int64)
+    return matrix.new_empty((*batch, columns, *tail)), residuals, rank, matrix.new_empty(0)
+
+
 _SIZES_OF_UNKNOWN: dict[str, Callable[..., Any]] = {
+    "aten._ctc_loss": _ctc_loss,
     "aten._unique2": _unique,
+    "aten.linalg_lstsq": _least_squares,
     "aten.bincount": _bincount,
     "aten.repeat_interleave": _repeats,
 }

@@ -35,7 +35,7 @@ from nearpeak.trace.modules import ReachableModules
 from nearpeak.trace.objects import named_tensors
 from nearpeak.trace.patches.assigned_data import follow_assigned_data
 from nearpeak.trace.patches.backward_passes import keep_graphs, note_passes
-from nearpeak.trace.patches.ctc_loss import ctc_loss_by_lists
+from nearpeak.trace.patches.ctc_loss import ctc_loss_by_lists, ctc_loss_by_tensors
 from nearpeak.trace.patches.cuda_on_cpu import cuda_on_cpu
 from nearpeak.trace.patches.flex_attention import count_mask_pairs
 from nearpeak.trace.patches.hidden_fakes import hide_fake_tensors
@@ -179,6 +179,8 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
         if live:
             stack.enter_context(ctc_loss_by_lists())
             stack.enter_context(note_passes())
+        else:
+            stack.enter_context(ctc_loss_by_tensors())
         stack.enter_context(track_functional_calls())
         if not live or grad is not None:  # a live call that leaves it changed does so alone too
             stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled() if grad is None else grad))

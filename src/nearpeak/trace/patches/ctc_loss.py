@@ -1,7 +1,9 @@
-"""`ctc_loss_by_lists`: in a live trace, the CTC loss runs as it does without one.
+"""The CTC loss in a trace: lengths as lists or as tensors, whichever torch's kernels take there.
 
-Alone, torch reads lengths that lie in the host's memory, and hands them to its kernels as lists. Under a dispatch mode
+In a live trace it runs as it does without one (`ctc_loss_by_lists`). Alone, torch reads lengths that lie in the host's memory, and hands them to its kernels as lists. Under a dispatch mode
 it hands the tensors to other kernels instead; those of a GPU refuse tensors of the host.
+
+On fake tensors (`ctc_loss_by_tensors`), torch would write lists into the memory of a tensor that has none.
 """
 
 from __future__ import annotations
@@ -30,6 +32,25 @@ def ctc_loss_by_lists() -> Iterator[None]:
         lengths: tuple[Any, ...] = (input_lengths, target_lengths)
         if not torch.compiler.is_compiling() and active_recorder() is not None and all(map(_of_host, lengths)):
             lengths = tuple(map(_as_list, lengths))
+        return original(log_probs, targets, *lengths, *args, **kwargs)
+
+    with patch_attribute(torch, "ctc_loss", ctc_loss):
+        yield
+
+
+@SharedPatch
+@contextmanager
+def ctc_loss_by_tensors() -> Iterator[None]:
+    """Inside, calls that a trace records get tensors of the host in place of lists of lengths."""
+    original = torch.ctc_loss
+
+    @functools.wraps(original)
+    def ctc_loss(
+        log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        lengths: tuple[Any, ...] = (input_lengths, target_lengths)
+        if active_recorder() is not None:
+            lengths = tuple(torch.tensor(item) if isinstance(item, (list, tuple)) else item for item in lengths)
         return original(log_probs, targets, *lengths, *args, **kwargs)
 
     with patch_attribute(torch, "ctc_loss", ctc_loss):
