@@ -996,11 +996,7 @@ def _sorted_sums(kernel: Kernel, count: int, index: Sequence[Tensor]) -> float:
     ordered = kernel["sort.tile"] + rows * kernel["sort.tile_element"]
     if rows > _ONE_TILE:
         ordered = kernel["scattered.sort"] + rows * kernel["embedding_backward.sorted"]
-    return (
-        before
-        + ordered
-        + _both(kernel.memory(), kernel.cycles(count * kernel["embedding_backward.element"]))
-    )
+    return before + ordered + _both(kernel.memory(), kernel.cycles(count * kernel["embedding_backward.element"]))
 
 
 @model("aten._embedding_bag", "aten._embedding_bag_forward_only", "aten.embedding_bag")
@@ -1242,7 +1238,7 @@ def _factorized(kernel: Kernel) -> float:
         apart = batch > 1 and kind in ("eigh", "svd", "qr") and columns > _TOGETHER  # one matrix after the other
         column = kernel[f"factorization.{kind}"] + columns * kernel.get(f"factorization.{kind}_rotation", 0.0)
         seconds += columns * column * (batch if apart else turns)
-        if kind == "lu" and batch > 1 and columns > _TOGETHER:  # small kernels for each panel: swaps, pointers, products
+        if kind == "lu" and batch > 1 and columns > _TOGETHER:  # kernels for each panel: swaps, pointers, products
             seconds += 2 * columns * kernel["factorization.panel"]
     seconds += systems * (kernel["factorization.system_fixed"] + columns * kernel["factorization.system"] * turns)
     flops = sum(kernel.cost.product_flops.values()) / (kernel["factorization.rate"] * kernel.gpu.vector)
