@@ -1,8 +1,8 @@
 """The CTC loss in a trace: lengths as lists or as tensors, whichever torch's kernels take there.
 
 In a live trace it runs as it does without one (`ctc_loss_by_lists`). Alone, torch reads lengths that lie in the host's
-memory, and hands them to its kernels as lists. Under a dispatch mode it hands the tensors to other kernels instead; those
-of a GPU refuse tensors of the host.
+memory, and hands them to its kernels as lists. Under a dispatch mode it hands the tensors to other kernels instead;
+those of a GPU refuse tensors of the host.
 
 On fake tensors (`ctc_loss_by_tensors`), torch would write lists into the memory of a tensor that has none.
 """
