@@ -183,12 +183,16 @@ def _written_storages(numbers: ValueNumbers) -> dict[int, list[int]]:
 
 
 def _writes(op: Op, cost: Cost) -> Iterator[int] | tuple[int, ...]:
-    """The storages that an op writes, also one in host memory, whose work is none of the device's."""
+    """The storages that an op writes, also one in host memory, whose work is none of the device's.
+
+    A view in place, such as `transpose_`, changes the sizes of a tensor, and none of its elements.
+    """
     if op.origin != "host" and cost.family not in ("view", "creation"):
         return touches_of(op, cost).writes
     inputs = {tensor.storage for tensor in op.inputs}
     made = [tensor.storage for tensor in op.outputs if tensor.storage not in inputs]
-    return tuple(dict.fromkeys((*made, *(tensor.storage for tensor in op.tensors(*op.mutated)))))
+    mutated = () if cost.family == "view" else op.tensors(*op.mutated)
+    return tuple(dict.fromkeys((*made, *(tensor.storage for tensor in mutated))))
 
 
 def _is_deterministic(op: Op, cost: Cost) -> bool:

@@ -54,6 +54,27 @@ def test_a_result_that_is_written_to_cannot_be_shared():
     assert names(step, "computed-twice") == []
 
 
+def test_a_view_in_place_changes_no_element():
+    x = ones()
+
+    def chain():
+        return (x.exp().transpose_(0, 1) + 1).tanh()
+
+    found = names(lambda: chain() @ chain(), "computed-twice")
+    assert found == ["aten.exp", "aten.transpose_", "aten.add", "aten.tanh"]
+
+
+def test_a_spectrum_that_is_computed_again_goes_with_what_follows_it_and_its_backward():
+    x, window = torch.ones(4, 4096, requires_grad=True), torch.ones(256)
+
+    def magnitude():
+        spectrum = torch.stft(x, 256, window=window, return_complex=True)
+        return torch.view_as_real(spectrum).square().sum(dim=-1).sqrt()
+
+    found = names(lambda: (magnitude().norm() + magnitude().log().sum()).backward(), "computed-twice")
+    assert {"aten._fft_r2c", "aten.pow", "aten.sum", "aten.sqrt", "aten._fft_c2c", "aten.index_add_"} <= set(found)
+
+
 @pytest.mark.parametrize("op", [torch.rand_like, torch.zeros_like, functional.dropout, torch.bernoulli])
 def test_random_numbers_and_new_buffers_differ(op):
     x = ones()

@@ -47,6 +47,7 @@ def computed_twice(step: Step) -> Iterator[Waste]:
         launched = [index for index in piece.ops if step.time(index)]
         longest = max(launched or piece.ops, key=lambda index: _weight(step, index))
         backward = {other for index in piece.ops for other in _backward(step, index, numbers.first[index])}
+        backward |= {other for view in _views_between(step, piece.ops, later) for other in step.derivatives.get(view, ())}
         backward_s, sums_s = step.seconds(backward), _sums_of_gradients(step, piece.ops) if backward else 0.0
         stays = min(1.0, sums_s / backward_s) if backward_s else 0.0
         op, first = step.ops[longest], step.ops[numbers.first[longest]]
@@ -485,6 +486,13 @@ def _backward(step: Step, index: int, first: int) -> Sequence[int]:
     if step.ops[first].source == op.source:  # of both ops; backward begins with the later one
         return ops[: len(ops) // 2]
     return ops
+
+
+def _views_between(step: Step, again: Sequence[int], later: AbstractSet[int]) -> Iterator[int]:
+    """The views of what only ops read that are computed again too: in backward, a view may be a copy or a sum."""
+    for index in again:
+        if index in step.derivatives and later.issuperset(step.forward_readers(index)):
+            yield from step.views_of.get(index, ())
 
 
 def _sums_of_gradients(step: Step, again: Collection[int]) -> float:
