@@ -38,6 +38,24 @@ def test_a_product_with_one_hot_vectors_becomes_a_lookup(fn):
     assert "embedding" in found.remedy
 
 
+def test_a_codebook_that_follows_its_vectors_needs_no_one_hot_vectors():
+    def build():
+        ids, table, vectors = torch.randint(CATEGORIES, (512,)), torch.randn(CATEGORIES, 64), torch.randn(512, 64)
+
+        def step():
+            chosen = one_hot(ids, CATEGORIES).to(vectors.dtype)
+            return chosen @ table, chosen.T @ vectors, chosen.sum(dim=0)
+
+        return step
+
+    step = examined(build, live=True)
+    (found,) = found_in(step, "one-hot-product")
+    large = [index for index, op in enumerate(step.ops) if any(t.elements == 512 * CATEGORIES for t in op.inputs)]
+    assert {"aten.scatter_", "aten._to_copy", "aten.mm", "aten.sum"} <= {step.ops[index].packet for index in large}
+    assert {index for index in large if step.time(index) and step.ops[index].packet != "aten.aminmax"} <= set(found.ops)
+    assert found.saving_s > 0.8 * step.seconds(large)
+
+
 def test_its_gradient_is_a_lookup_too():
     step = examined(selecting(scattered, train=True), live=True)
     (found,) = found_in(step, "one-hot-product")

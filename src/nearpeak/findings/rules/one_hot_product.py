@@ -38,10 +38,11 @@ def _products(step: Step) -> Iterator[Waste]:
             continue
         matrix = next(tensor for tensor in step.ops[forward[0]].inputs if tensor.storage == storage)
         count = nonzeros.share * matrix.elements
-        made = _made_for(step, forward, count, gone)
+        counts = _counts(step, storage, matrix)
+        made = _made_for(step, [*forward, *counts], count, gone)
         backward = _backward(step, {*forward, *made}, matrix) - gone
         # A CPU that other work holds is slow for what comes instead too.
-        members = {*products, *backward}
+        members = {*products, *counts, *backward}
         slower = median_slowness(step, forward) if step.machine.kind == "cpu" else 1.0
         rest = {index: slower * _left(step, index, matrix, nonzeros) for index in members}
         gains = {index: step.time(index) for index in made if step.time(index)}
@@ -257,6 +258,18 @@ def _made_for(step: Step, products: list[int], count: float, gone: set[int]) -> 
     return members - {*products, *gone}
 
 
+def _counts(step: Step, storage: int, matrix: Tensor) -> list[int]:
+    """Sums of the whole factor along one dimension: how often each row is selected, which an `index_add` counts too."""
+    return [
+        index
+        for index in step.touched_by[storage]
+        if step.ops[index].packet == "aten.sum"
+        and step.ops[index].phase == "forward"
+        and step.ops[index].inputs[0].elements == matrix.elements
+        and step.ops[index].outputs[0].elements < matrix.elements
+    ]
+
+
 def _backward(step: Step, forward: set[int], matrix: Tensor) -> set[int]:
     """The ops of the backward pass of these lines that touch tensors as large as those that go."""
     places = {(step.ops[index].source, step.ops[index].module) for index in forward if step.ops[index].source}
@@ -278,10 +291,13 @@ def _backward(step: Step, forward: set[int], matrix: Tensor) -> set[int]:
 def _left(step: Step, index: int, matrix: Tensor, nonzeros: Nonzeros) -> float:
     """The time of what takes the place of an op: nothing for one that only spreads the elements."""
     op = step.ops[index]
-    sizes = product_sizes(op)
+    sizes, rows = product_sizes(op), nonzeros.share * matrix.elements
+    if sizes is None and op.phase == "forward":  # the sums of the factor
+        read = Access(storage=-1, bytes=rows * matrix.item_bytes)
+        return step.expected_for_work([read], step.costs[index].writes, kind="indexing")
     if sizes is None:
         return 0.0
-    rows, width = nonzeros.share * matrix.elements, math.prod(sizes) / matrix.elements
+    width = math.prod(sizes) / matrix.elements
     if op.phase == "forward" and nonzeros.is_one_hot:
         return step.expected(_lookup(step, round(rows), round(width), matrix.dtype)) or 0.0
     size = rows * width * matrix.item_bytes
