@@ -47,7 +47,9 @@ def computed_twice(step: Step) -> Iterator[Waste]:
         launched = [index for index in piece.ops if step.time(index)]
         longest = max(launched or piece.ops, key=lambda index: _weight(step, index))
         backward = {other for index in piece.ops for other in _backward(step, index, numbers.first[index])}
-        backward |= {other for view in _views_between(step, piece.ops, later) for other in step.derivatives.get(view, ())}
+        backward |= {
+            other for view in _views_between(step, piece.ops, later) for other in step.derivatives.get(view, ())
+        }
         backward_s, sums_s = step.seconds(backward), _sums_of_gradients(step, piece.ops) if backward else 0.0
         stays = min(1.0, sums_s / backward_s) if backward_s else 0.0
         op, first = step.ops[longest], step.ops[numbers.first[longest]]
