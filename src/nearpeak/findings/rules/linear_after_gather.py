@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.equal_values import EqualAlong, equal_along
 from nearpeak.findings.step import Step
-from nearpeak.findings.what_if import gemm_op, seconds_by_size, share_left
+from nearpeak.findings.what_if import dense_strides_like, gemm_op, seconds_by_size, share_left
 from nearpeak.ops.op import Op
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
@@ -18,6 +21,10 @@ _PRODUCTS = {"aten.mm": ("self", "mat2"), "aten.addmm": ("mat1", "mat2")}
 _COPIES = ("aten.clone", "aten.copy_", "aten._to_copy", "aten.repeat", "aten._unsafe_view")
 MIN_REPEATS = 2.0
 """With fewer repetitions, the products are no shorter than the additions that come with them."""
+_SUMS_BY_INDEX = ("aten.scatter_add", "aten.index_add")
+_SCALES = ("aten.mul", "aten.div", "aten.clone", "aten._to_copy")
+_NARROWER = 1.25
+"""A layer that makes rows less narrow than this leaves about as much to be gathered and summed."""
 _MAX_CHAIN = 4
 """So many ops of whole rows between the gather and the product are looked through."""
 
@@ -65,6 +72,126 @@ def linear_after_gather(step: Step) -> Iterator[Waste]:
             "time; the results are repeated instead" + (", and those of the parts are added." if adds else "."),
             remedy=_remedy(adds),
         )
+    yield from _narrowed_after_sums(step)
+
+
+def _narrowed_after_sums(step: Step) -> Iterator[Waste]:
+    """Products that make rows narrower after these were gathered and summed by index, each row by numbers of its own."""
+    equal = equal_along(step)
+    for index, op in enumerate(step.ops):
+        if op.packet not in _PRODUCTS or op.phase != "forward" or op.recomputed or not step.time(index):
+            continue
+        rows, weight = (op.tensor(name) for name in _PRODUCTS[op.packet])
+        if len(rows.shape) != 2 or not _is_weight(step, index, weight) or weight.shape[1] * _NARROWER > rows.shape[1]:
+            continue
+        summed = _summed(step, equal, index, rows)
+        if summed is None:
+            continue
+        wide, path, source = summed
+        (depth, columns), count = weight.shape, math.prod(source.shape[:-1])
+        before = gemm_op(1, count, columns, depth, dtype=op.outputs[0].dtype, tf32=op.tf32_products)
+        whole_s, before_s = step.expected(op), step.expected(before)
+        left = {index: before_s / whole_s if whole_s and before_s else count / rows.shape[0]}
+        left |= dict.fromkeys(step.derivatives.get(index, ()), left[index])
+        for member in (*wide, *(other for first in wide for other in step.derivatives.get(first, ()))):
+            left[member] = _narrower_share(step, step.ops[member], depth, columns)
+        changes = {member: seconds_by_size(step, member) * (1.0 - share) for member, share in left.items()}
+        if index in step.derivatives:  # then gradients go through the sums, also where none did before
+            for member in path:
+                if not step.derivatives.get(member):
+                    changes[member] -= step.time(member) * columns / depth
+        share_saved = share_left(changes.values())
+        if not share_saved:
+            continue
+        took = step.seconds(left)
+        yield Waste(
+            title="Rows are gathered and summed before a linear layer makes them narrower.",
+            op=index,
+            gains={member: change * share_saved for member, change in changes.items() if change > 0.0},
+            replaces=True,
+            evidence=f"{op.packet} makes {columns} columns of {depth}, after rows of {depth} columns were gathered and "
+            f"summed by index in {len(wide)} ops. With these, and in backward, it took {seconds(took)}.",
+            reasoning=f"The layer of a sum is the sum of the layer: before the gather it runs on {count:,} rows in place "
+            f"of {rows.shape[0]:,}, and {columns} of {depth} columns are left to be gathered and summed.",
+            remedy="total = zeros.index_add(0, target, linear(x)[source])  # in place of linear(sums of x[source]),\n"
+            "# where the layer makes rows narrower; its bias is added to the sums",
+        )
+
+
+def _narrower_share(step: Step, op: Op, depth: int, columns: int) -> float:
+    """What is left of the time of an op on rows that have fewer columns: a sum by index may sort the indices first."""
+
+    def narrower(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(narrower, value))
+        if not isinstance(value, Tensor) or value.shape[-1:] != (depth,):
+            return value
+        shape = (*value.shape[:-1], columns)
+        return dataclasses.replace(value, shape=shape, strides=dense_strides_like(value, shape))
+
+    arguments = {name: narrower(value) for name, value in op.arguments.items()}
+    whole_s = step.expected(op)
+    less_s = step.expected(dataclasses.replace(op, arguments=arguments, outputs=narrower(op.outputs)))
+    return min(1.0, less_s / whole_s) if whole_s and less_s else columns / depth
+
+
+def _summed(step: Step, equal: EqualAlong, product: int, rows: Tensor) -> tuple[set[int], list[int], Tensor] | None:
+    """The ops on whole rows that a product reads, back to what they were gathered from, if a sum by index is among
+    them; those on the way to it; and what they were gathered from."""
+    wide, path, index, tensor, sums = set[int](), list[int](), product, rows, 0
+    while True:
+        producer = step.flow.producers[index].get(tensor.storage)
+        if producer is None or not _is_read_by(step, producer, wide | {product}):
+            return None
+        op, width = step.ops[producer], rows.shape[1]
+        if op.recomputed or not op.written or op.written[0].shape[-1:] != (width,):
+            return None
+        wide.add(producer)
+        path.append(producer)
+        if sums and (source := _gathered(op)) is not None:
+            return wide, path, source
+        if op.packet.rstrip("_") in _SUMS_BY_INDEX:
+            start = step.flow.producers[producer].get(op.tensor("self").storage)
+            index_tensor = op.tensor("index")
+            at = next(place for place, item in enumerate(op.inputs) if item is index_tensor)
+            is_of_rows = op.arguments["dim"] == 0 and (
+                len(index_tensor.shape) == 1 or len(index_tensor.shape) - 1 in equal.read[producer][at]
+            )
+            if not is_of_rows or start is None or step.costs[start].family != "creation":
+                return None
+            sums += 1
+            wide.add(start)
+            inside = op.arguments.get("src", op.arguments.get("source"))
+        else:
+            inside = _scaled(step, equal, producer, wide)
+        if not isinstance(inside, Tensor) or inside.shape[-1:] != (width,):
+            return None
+        index, tensor = producer, inside
+
+
+def _scaled(step: Step, equal: EqualAlong, index: int, wide: set[int]) -> Tensor | None:
+    """The rows that an op copies, or multiplies each with a number of its own; what makes the numbers as wide as the
+    rows is added to the ops on whole rows."""
+    op = step.ops[index]
+    if op.packet.rstrip("_") not in _SCALES:
+        return None
+    whole = op.inputs[0]
+    if whole.elements != op.written[0].elements:
+        return None
+    for tensor, dims in zip(op.inputs[1:], equal.read[index][1:], strict=True):
+        if tensor.shape[-1:] not in ((), (1,)) and len(tensor.shape) - 1 not in dims:
+            return None
+        waiting = [(index, tensor.storage)]
+        while waiting:
+            reader, storage = waiting.pop()
+            producer = step.flow.producers[reader].get(storage)
+            if producer is None or producer in wide or not _is_read_by(step, producer, wide):
+                continue
+            made = step.ops[producer].written[0]
+            if len(made.shape) - 1 in equal.written[producer] and made.shape[-1:] == whole.shape[-1:]:
+                wide.add(producer)
+                waiting += [(producer, item.storage) for item in step.ops[producer].inputs]
+    return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
