@@ -384,6 +384,23 @@ def test_a_rollout_before_several_training_steps_is_part_of_one_step(watcher):
     assert whole[0].words == "a period of 30 calls of Linear without gradients and 3 steps of Adam"
 
 
+def test_a_rollout_is_waited_for_also_where_each_training_step_asks_another_model(watcher):
+    model, previous = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    clock = Ticking()
+    with detect_steps(watcher, clock) as steps:
+        for iteration in range(4):
+            rollout(model, 30)
+            clock.ticks += 5
+            for _ in range(10):
+                rollout(previous, 1)
+                train(model, optimizer, 1)
+                if iteration == 0:
+                    assert steps.awaited()[0] == "calls of Linear without gradients again"
+    assert not steps.awaited().what
+    assert watcher.kinds[-1].words == "a period of 40 calls of Linear without gradients and 10 steps of Adam"
+
+
 def test_a_training_step_says_that_it_has_calls_without_gradients(watcher):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.Adam(model.parameters())

@@ -444,8 +444,8 @@ class StepDetector:
     def _step_ended(self) -> None:
         mark = self._mark
         symbol = min(mark.evaluated, MANY_CALLS), min(mark.trained, MANY_CALLS), tuple(mark.other_optimizers)
-        if mark.evaluated and self._unit.evaluated and self._finder.count > 1:
-            self._before_training = None  # all training steps have such calls
+        if min(mark.evaluated, self._unit.evaluated) >= MANY_CALLS and self._finder.count > 1:
+            self._before_training = None  # all training steps have as many such calls
         if len(mark.modules) > MAX_CALLS:
             self.calls.close()
         if self.has_step_function:

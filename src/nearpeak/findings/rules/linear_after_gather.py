@@ -76,7 +76,7 @@ def linear_after_gather(step: Step) -> Iterator[Waste]:
 
 
 def _narrowed_after_sums(step: Step) -> Iterator[Waste]:
-    """Products that make rows narrower after these were gathered and summed by index, each row by numbers of its own."""
+    """Products that make rows narrower after these were gathered and summed by index."""
     equal = equal_along(step)
     for index, op in enumerate(step.ops):
         if op.packet not in _PRODUCTS or op.phase != "forward" or op.recomputed or not step.time(index):
@@ -111,8 +111,9 @@ def _narrowed_after_sums(step: Step) -> Iterator[Waste]:
             replaces=True,
             evidence=f"{op.packet} makes {columns} columns of {depth}, after rows of {depth} columns were gathered and "
             f"summed by index in {len(wide)} ops. With these, and in backward, it took {seconds(took)}.",
-            reasoning=f"The layer of a sum is the sum of the layer: before the gather it runs on {count:,} rows in place "
-            f"of {rows.shape[0]:,}, and {columns} of {depth} columns are left to be gathered and summed.",
+            reasoning="The layer of a sum is the sum of the layer: before the gather it runs on "
+            f"{count:,} rows in place of {rows.shape[0]:,}, and {columns} of {depth} columns are left to be gathered "
+            "and summed.",
             remedy="total = zeros.index_add(0, target, linear(x)[source])  # in place of linear(sums of x[source]),\n"
             "# where the layer makes rows narrower; its bias is added to the sums",
         )
