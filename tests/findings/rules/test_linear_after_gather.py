@@ -135,6 +135,13 @@ def test_rows_that_are_summed_by_index_can_be_made_narrower_before(program, twin
     assert found_in(mended, RULE) == []
 
 
+def test_counts_as_wide_as_the_rows_are_a_waste_of_their_own():
+    seen = examined(sums_of_neighbours(late_mean))
+    (alone,) = found_in(seen, "equal-columns")
+    counted = [i for i, op in enumerate(seen.ops) if op.packet in ("aten.ones_like", "aten.scatter_add_")][1:]
+    assert alone.saving_s > 0.9 * seen.seconds(counted)
+
+
 @pytest.mark.parametrize(
     "program",
     [

@@ -108,7 +108,6 @@ def _narrowed_after_sums(step: Step) -> Iterator[Waste]:
             title="Rows are gathered and summed before a linear layer makes them narrower.",
             op=index,
             gains={member: change * share_saved for member, change in changes.items() if change > 0.0},
-            replaces=True,
             evidence=f"{op.packet} makes {columns} columns of {depth}, after rows of {depth} columns were gathered and "
             f"summed by index in {len(wide)} ops. With these, and in backward, it took {seconds(took)}.",
             reasoning="The layer of a sum is the sum of the layer: before the gather it runs on "
