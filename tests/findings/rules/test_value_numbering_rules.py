@@ -230,3 +230,35 @@ def test_rows_that_are_ordered_again_for_other_elements(fn, packets):
 def test_other_rows_or_no_part_of_what_was_found(fn):
     x = torch.rand(SIZE)
     assert names(lambda: fn(x), "computed-twice") == []
+
+
+def batches_of_rows(*, epochs=3, trained=False, written=False, frozen=True):
+    rows, model = torch.randn(64, 256), torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh())
+    for parameter in model.parameters():
+        parameter.requires_grad_(trained)
+
+    def step():
+        total = torch.zeros(())
+        for _ in range(epochs):
+            for batch in torch.randperm(64).chunk(4):
+                total = total + (model(rows[batch]) * 2).sum(dim=-1).mean()
+                if written:
+                    rows.add_(1)
+                if not frozen:
+                    model[0].weight.mul_(0.9)
+        return total.backward() if trained else total
+
+    return step
+
+
+def test_rows_that_a_frozen_model_computes_in_every_epoch_are_computed_again():
+    step = examined(batches_of_rows, times=lambda op, expected: 1e-3, live=True)
+    (found,) = found_in(step, "computed-twice")
+    assert {step.ops[index].packet for index in found.ops} == {"aten.addmm", "aten.tanh", "aten.mul", "aten.sum"}
+    assert found.saving_s == pytest.approx(step.seconds(found.ops) * 2 / 3)
+
+
+@pytest.mark.parametrize("options", [{"epochs": 1}, {"trained": True}, {"written": True}, {"frozen": False}])
+def test_rows_of_other_values_are_no_rows_that_are_computed_again(options):
+    step = examined(lambda: batches_of_rows(**options), times=lambda op, expected: 1e-3, live=True)
+    assert found_in(step, "computed-twice") == []

@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from nearpeak.findings.engine import Waste, rule
+from nearpeak.findings.row_values import row_functions
 from nearpeak.findings.step import Step, is_source_line, shape_text
 from nearpeak.findings.value_numbering import ValueNumbers, number_values, reusable
 from nearpeak.ops.op import Op, name_without_origin
@@ -27,6 +28,8 @@ _RANKS = ("aten.kthvalue", "aten.median", "aten.nanmedian")
 """Operators that find an element of each row by its rank."""
 _WEIGHT_DIMENSIONS = 2
 """The least number of dimensions of a weight; a bias has fewer."""
+_LEAST_TURNS_OF_ROWS = 1.5
+"""How often each row is computed on average, at least: batches may share some rows by chance."""
 _LEAST_ITEM_BYTES = 2
 """Bytes of an element. Weights of fewer bytes are quantized to save memory."""
 _HOST_CAUSES: tuple[CauseName, ...] = ("host ops", "python", "synchronization")
@@ -87,6 +90,32 @@ def computed_twice(step: Step) -> Iterator[Waste]:
             else "torch.quantile(x, torch.tensor([...]), dim=...)  # all levels in one call, which sorts once",
         )
     yield from _ordered_again(step, numbers)
+    yield from _rows_again(step, numbers)
+
+
+def _rows_again(step: Step, numbers: ValueNumbers) -> Iterator[Waste]:
+    """Functions of rows that are computed for more rows than there are, by the line that calls the function."""
+    gains: dict[str, dict[int, float]] = {}
+    rows: dict[str, tuple[int, int]] = {}
+    for group in row_functions(step, numbers):
+        if group.rows < _LEAST_TURNS_OF_ROWS * group.source_rows:
+            continue
+        for index in group.ops:
+            line = step.ops[index].source
+            gains.setdefault(line, {})[index] = step.time(index) * (1 - group.source_rows / group.rows)
+            rows[line] = group.rows, group.source_rows
+    for line, gain in gains.items():
+        longest, (computed, count) = max(gain, key=step.time), rows[line]
+        yield Waste(
+            title="The same function of the same rows is computed again.",
+            op=longest,
+            gains=gain,
+            evidence=f"{len(gain)} ops at {line or 'unknown lines'} compute {computed:,} rows from {count:,} rows "
+            f"of the same tensor, with weights that nothing writes in between: {seconds(step.seconds(gain))}.",
+            reasoning=f"Each row is computed {computed / count:.2g} times. All rows computed once leave "
+            f"{count / computed:.0%} of it; batches pick their rows of the result.",
+            remedy="result = model(rows)  # once, before the loop over batches\n... = result[indices]  # in each batch",
+        )
 
 
 def _work_of_levels(step: Step, again: Sequence[int], longest: int) -> dict[int, float]:
