@@ -522,7 +522,7 @@ def _backward(step: Step, index: int, first: int) -> Sequence[int]:
 def _views_between(step: Step, again: Sequence[int], later: AbstractSet[int]) -> Iterator[int]:
     """The views of what only ops read that are computed again too: in backward, a view may be a copy or a sum."""
     for index in again:
-        if index in step.derivatives and later.issuperset(step.forward_readers(index)):
+        if index in step.derivatives and later >= set(step.forward_readers(index)):
             yield from step.views_of.get(index, ())
 
 
