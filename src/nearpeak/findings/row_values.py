@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
+from nearpeak.findings.equal_values import EqualAlong, equal_along
 from nearpeak.findings.step import Step
 from nearpeak.findings.value_numbering import ValueNumbers
 from nearpeak.ops.op import Op
@@ -43,12 +44,15 @@ def row_functions(step: Step, numbers: ValueNumbers) -> list[RowFunction]:
     """The functions of rows that forward ops without a backward compute, each at least twice for other rows."""
     if step.trains and not step.trace.derivative_of:
         return []  # not known which of them have one
+    equal = equal_along(step)
     known: dict[int, _Rows] = {}
     groups: dict[Hashable, RowFunction] = {}
     for index, op in enumerate(step.ops):
         if step.costs[index].family == "view":
             continue
-        found = _function_of(step, numbers, known, index) if op.phase == "forward" and not op.recomputed else None
+        found = (
+            _function_of(step, numbers, equal, known, index) if op.phase == "forward" and not op.recomputed else None
+        )
         for storage in step.touches[index].writes:
             known.pop(storage, None)
         if found is None:
@@ -60,7 +64,9 @@ def row_functions(step: Step, numbers: ValueNumbers) -> list[RowFunction]:
     return [group for group in groups.values() if len(group.ops) > 1]
 
 
-def _function_of(step: Step, numbers: ValueNumbers, known: dict[int, _Rows], index: int) -> _Rows | None:
+def _function_of(
+    step: Step, numbers: ValueNumbers, equal: EqualAlong, known: dict[int, _Rows], index: int
+) -> _Rows | None:
     op, reads = step.ops[index], dict(numbers.reads[index])
     if len(op.outputs) != 1 and op.packet != "aten.native_layer_norm":
         return None
@@ -72,7 +78,7 @@ def _function_of(step: Step, numbers: ValueNumbers, known: dict[int, _Rows], ind
         source, name = picked
         return _Rows(("rows", reads["self"], made.dtype), reads[name], source.shape[0], made.shape[0])
     inputs = [(name, tensor) for name, tensor in _named(op) if tensor.storage in known and tensor.shape]
-    if not inputs or not _computes_rows(step, index, {name for name, _ in inputs}):
+    if not inputs or not _computes_rows(step, equal, index, {name for name, _ in inputs}):
         return None
     parts = {name: known[tensor.storage] for name, tensor in inputs}
     (indices, *others) = {part.indices for part in parts.values()}
@@ -110,7 +116,7 @@ def _picked(op: Op) -> tuple[Tensor, str] | None:
     return None
 
 
-def _computes_rows(step: Step, index: int, of_rows: set[str]) -> bool:
+def _computes_rows(step: Step, equal: EqualAlong, index: int, of_rows: set[str]) -> bool:
     """Whether an op computes each row from the same rows of these arguments, and from others as a whole."""
     op, rank = step.ops[index], len(step.ops[index].outputs[0].shape)
     if op.packet in _PRODUCTS:
@@ -122,9 +128,9 @@ def _computes_rows(step: Step, index: int, of_rows: set[str]) -> bool:
         dims = given if isinstance(given, (tuple, list)) else (given,)
         full = len(op.inputs[0].shape)
         return bool(dims) and all(isinstance(dim, int) and dim % full for dim in dims)
-    if step.costs[index].family == "pointwise" or op.packet in _COPIES:
-        others = [tensor for name, tensor in _named(op) if name not in of_rows]
+    if (step.costs[index].family == "pointwise" or op.packet in _COPIES) and len(op.inputs) == len(list(_named(op))):
+        read = zip(_named(op), equal.read[index], strict=True)
         return all(len(op.tensor(name).shape) == rank for name in of_rows) and all(
-            len(tensor.shape) < rank or tensor.shape[0] == 1 or not tensor.strides[0] for tensor in others
+            len(tensor.shape) < rank or 0 in dims for (name, tensor), dims in read if name not in of_rows
         )
     return False

@@ -262,3 +262,19 @@ def test_rows_that_a_frozen_model_computes_in_every_epoch_are_computed_again():
 def test_rows_of_other_values_are_no_rows_that_are_computed_again(options):
     step = examined(lambda: batches_of_rows(**options), times=lambda op, expected: 1e-3, live=True)
     assert found_in(step, "computed-twice") == []
+
+
+def test_rows_that_a_copy_of_a_policy_is_asked_about_are_computed_again():
+    rows, mean, scale = torch.randn(64, 256), torch.nn.Linear(256, 8), torch.nn.Parameter(torch.ones(8))
+
+    def log_prob(x):
+        return torch.distributions.Normal(mean(x), scale.exp(), validate_args=False).log_prob(x[:, :8]).sum(dim=-1)
+
+    @torch.no_grad()
+    def step():
+        return [log_prob(rows[batch]) for _ in range(3) for batch in torch.randperm(64).chunk(4)]
+
+    seen = examined(lambda: step, times=lambda op, expected: 1e-3, live=True)
+    found = {index for finding in found_in(seen, "computed-twice") for index in finding.ops}
+    for name in ("aten.addmm", "aten.sub", "aten.div", "aten.sum"):
+        assert {index for index, op in enumerate(seen.ops) if op.packet == name} <= found

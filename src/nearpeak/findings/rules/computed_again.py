@@ -28,7 +28,7 @@ _RANKS = ("aten.kthvalue", "aten.median", "aten.nanmedian")
 """Operators that find an element of each row by its rank."""
 _WEIGHT_DIMENSIONS = 2
 """The least number of dimensions of a weight; a bias has fewer."""
-_LEAST_TURNS_OF_ROWS = 1.5
+_LEAST_TURNS = 1.5
 """How often each row is computed on average, at least: batches may share some rows by chance."""
 _LEAST_ITEM_BYTES = 2
 """Bytes of an element. Weights of fewer bytes are quantized to save memory."""
@@ -90,28 +90,24 @@ def computed_twice(step: Step) -> Iterator[Waste]:
             else "torch.quantile(x, torch.tensor([...]), dim=...)  # all levels in one call, which sorts once",
         )
     yield from _ordered_again(step, numbers)
-    yield from _rows_again(step, numbers)
+    yield from _rows_again(step, numbers, later | {numbers.first[index] for index in later})
 
 
-def _rows_again(step: Step, numbers: ValueNumbers) -> Iterator[Waste]:
-    """Functions of rows that are computed for more rows than there are, by the line that calls the function."""
-    gains: dict[str, dict[int, float]] = {}
-    rows: dict[str, tuple[int, int]] = {}
-    for group in row_functions(step, numbers):
-        if group.rows < _LEAST_TURNS_OF_ROWS * group.source_rows:
-            continue
-        for index in group.ops:
-            line = step.ops[index].source
-            gains.setdefault(line, {})[index] = step.time(index) * (1 - group.source_rows / group.rows)
-            rows[line] = group.rows, group.source_rows
-    for line, gain in gains.items():
-        longest, (computed, count) = max(gain, key=step.time), rows[line]
+def _rows_again(step: Step, numbers: ValueNumbers, alike: AbstractSet[int]) -> Iterator[Waste]:
+    """Functions of rows that are computed for more rows than there are, by the line that computes nothing else."""
+    groups = [group for group in row_functions(step, numbers) if group.rows >= _LEAST_TURNS * group.source_rows]
+    group_of = {index: group for group in groups for index in group.ops}
+    left = {index: group.source_rows / group.rows for index, group in group_of.items()}
+    for piece in _pieces(step, numbers, left.keys(), alike=alike | left.keys()):
+        longest = max(piece.ops, key=step.time)
+        computed, count = group_of[longest].rows, group_of[longest].source_rows
         yield Waste(
             title="The same function of the same rows is computed again.",
             op=longest,
-            gains=gain,
-            evidence=f"{len(gain)} ops at {line or 'unknown lines'} compute {computed:,} rows from {count:,} rows "
-            f"of the same tensor, with weights that nothing writes in between: {seconds(step.seconds(gain))}.",
+            source=piece.line,
+            gains={index: step.time(index) * (1 - left[index]) for index in piece.ops},
+            evidence=f"{len(piece.ops)} ops compute {computed:,} rows from {count:,} rows of the same tensor, with "
+            f"weights that nothing writes in between: {seconds(step.seconds(piece.ops))}.",
             reasoning=f"Each row is computed {computed / count:.2g} times. All rows computed once leave "
             f"{count / computed:.0%} of it; batches pick their rows of the result.",
             remedy="result = model(rows)  # once, before the loop over batches\n... = result[indices]  # in each batch",
