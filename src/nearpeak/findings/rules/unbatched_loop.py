@@ -533,6 +533,10 @@ def _one_product(step: Step, group: Sequence[int], sizes: Sequence[tuple[int, in
     dtype, tf32 = op.tensor(FACTORS[op.packet][0]).dtype, op.tf32_products
     if len(right) == 1:
         m = sum(size[1] for size in sizes)
+        if op.packet == "aten.addmm":  # a bias may take a kernel of its own
+            rows = dataclasses.replace(op.tensor("mat1"), shape=(m, k), strides=(k, 1))
+            result = dataclasses.replace(op.outputs[0], shape=(m, n), strides=(n, 1))
+            return dataclasses.replace(op, arguments={**op.arguments, "mat1": rows}, outputs=(result,))
     elif len(left) == 1:
         n = sum(size[2] for size in sizes)
     elif op.phase == "backward" and any(
