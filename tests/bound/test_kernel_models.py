@@ -1,5 +1,6 @@
 """What kernels are expected to take on a GPU: the physical terms, and figures that others measured."""
 
+import json
 import math
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch.nn import functional
 import nearpeak
 from benchmarks.estimates.expected_cases import FAMILIES, draw_case
 from benchmarks.estimates.expected_families import fake_estimate, score, shares, with_host_of
+from nearpeak import kernels
 from nearpeak.bound.expected import Expectation
 from nearpeak.bound.kernel_models import Gpu, kernel_constants, list_seconds
 from nearpeak.machines import catalogue
@@ -802,3 +804,16 @@ def test_every_family_of_drawn_cases_has_an_expected_time(family):
     result = fake_estimate(draw_case(1, family, 0), nearpeak.machine("h200-sxm"))
     assert result.expected_s is not None
     assert result.as_written_s <= result.expected_device_s < 1.0
+
+
+def test_a_linear_layer_and_its_loss_take_their_products_and_a_pass_over_the_logits():
+    """Also where rows of logits are not aligned. Times of an H200, which no constant was fitted to."""
+    measured = Path(__file__).parents[2] / "benchmarks" / "results" / "loss_parts_h200.json"
+    for row in json.loads(measured.read_text(encoding="utf-8")):
+        tokens, classes, features = row["tokens"], row["vocabulary"], row["features"]
+
+        def build(tokens=tokens, classes=classes, features=features):
+            hidden, weight = (randn(rows, features).requires_grad_() for rows in (tokens, classes))
+            return kernels.linear_cross_entropy, hidden, weight, torch.zeros(tokens, device="cuda", dtype=torch.long)
+
+        assert expected(build) == pytest.approx(row["seconds"]["whole"], rel=0.2), (tokens, classes)

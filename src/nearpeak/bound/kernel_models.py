@@ -1770,6 +1770,34 @@ def _matrix(kernel: Kernel) -> float:
     return _copied_first(kernel) + fixed + _both(memory, compute, sharpness=_SHARPNESS[engine])
 
 
+@model("nearpeak.linear_cross_entropy", "nearpeak.linear_cross_entropy_backward")
+def _linear_cross_entropy(kernel: Kernel) -> float:
+    """A product for the logits, a pass over them that leaves their gradients, and a product for each gradient wanted.
+
+    Chunks of tokens are as large as it takes for this to cost hardly more than all tokens at once.
+    """
+    op = kernel.op
+    hidden, weight, target = op.tensor("hidden"), op.tensor("weight"), op.tensor("target")
+    tokens, (classes, features) = target.elements, weight.shape
+    dtype = _dtype(kernel)
+    engine = _engine(kernel, dtype)
+    logits = tokens * classes * hidden.item_bytes
+    products = [(tokens, classes, features)]
+    if op.arguments["for_hidden"]:
+        products.append((tokens, features, classes))
+    if op.arguments["for_weight"]:
+        products.append((classes, features, tokens))
+    aligned = 16 if engine == "vector" else math.gcd(int(classes * hidden.item_bytes), 16)
+    memory = kernel.memory(reads=logits + (hidden.bytes + weight.bytes), writes=0)
+    if aligned < 16:
+        memory *= kernel[f"matrix.bytes_{aligned}"]
+    seconds = kernel.memory(reads=logits, writes=logits if len(products) > 1 else 0)
+    for m, n, k in products:
+        compute = _product(kernel, 1, m, n, k, dtype, kind=f"matrix_{engine}", alignment=aligned)
+        seconds += kernel[f"matrix_{engine}.fixed"] + _both(memory, compute, sharpness=_SHARPNESS[engine])
+    return seconds
+
+
 _SHARPNESS = {"narrow": 4.0, "wide": 1.3, "vector": 4.0}
 """How well a product overlaps with its bytes, see `_both`: kernels for 16 bits store a tile while they compute the
 next."""
