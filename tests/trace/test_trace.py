@@ -1,6 +1,7 @@
 import copy
 import functools
 import inspect
+import warnings
 
 import pytest
 import torch
@@ -704,3 +705,24 @@ def test_a_packed_sequence_is_refused_with_the_way_out():
     with pytest.raises(UsageError, match=r"test_trace.py:\d+: .*packed sequences.*live=True"):
         trace(step)
     assert trace(step, live=True).ops
+
+
+def test_a_scripted_function_is_the_same_ops_in_each_call():
+    """torch's executor of scripted code leaves out views from some call on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that scripting is deprecated
+
+        @torch.jit.script
+        def gate(a, b, n: int):
+            total = a + b
+            return torch.tanh(total[:, :n]) * torch.sigmoid(total[:, n:])
+
+    def step(x):
+        for _ in range(4):
+            x = torch.cat((gate(x, x, 4),) * 2, 1)
+        return x
+
+    with fake():
+        x = torch.empty(4, 8, requires_grad=True)
+    first, *later = ([op.name for op in trace(step, x).ops] for _ in range(4))
+    assert later == 3 * [first]

@@ -161,6 +161,8 @@ def _trace_once(traced: _Traced, flipped: frozenset[int], guesses: list[str]) ->
                 stack.enter_context(keep_graphs())
             stack.enter_context(mode)
             stack.enter_context(PythonMode(recorder.known))
+            # or scripted code leaves out ops from some call on
+            stack.enter_context(torch.jit.optimized_execution(False))  # type: ignore[attr-defined]
             stack.enter_context(allow_building())
             stack.enter_context(_no_duplicate_error_logs())
             cuda_requests = stack.enter_context(cuda_on_cpu())
