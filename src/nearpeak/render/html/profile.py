@@ -233,7 +233,7 @@ def _finding(number: int, finding: Finding, excerpt: SourceExcerpt | None, *, wi
         "summary",
         element("span", str(number + 1), class_="rank"),
         element("span", seconds(finding.found_s) if with_saving else "-", class_="saving"),
-        element("span", _share(finding) if with_saving else "-", class_="share"),
+        element("span", _share(finding) if with_saving else "-", class_="share", title=_range(finding, with_saving)),
         element("span", visible(finding.rule, 60), class_="rule"),
         element("code", f"{where}{places}", class_="where"),
     )
@@ -249,6 +249,14 @@ def _finding(number: int, finding: Finding, excerpt: SourceExcerpt | None, *, wi
 
 def _share(finding: Finding) -> str:
     return "once" if finding.once_s else percent(finding.share)
+
+
+def _range(finding: Finding, with_saving: bool) -> str | None:
+    """What is shown where the pointer rests on the share."""
+    if finding.once_s or not with_saving:
+        return None
+    low, high = (percent(end, 0) for end in finding.likely_shares)
+    return f"likely {low} to {high} of the step: eight of ten changes saved what was predicted within such a range"
 
 
 def _excerpt(excerpt: SourceExcerpt) -> Markup:
