@@ -94,8 +94,9 @@ def entries(kernel: str, cells: Sequence[Row]) -> list[dict[str, Any]]:
         for name in cell["seconds"]:
             heights[name].append(_coordinates(cell)[1])
     fitted: list[dict[str, Any]] = []
+    near_by_bits = _by_bits(cells)
     for bits, mine in sorted(_by_bits(cell for cell in cells if cell["kernel"] == kernel).items()):
-        near = _by_bits(cells)[bits]
+        near = near_by_bits[bits]
         lowest, *_, highest = sorted(_coordinates(cell)[1] for cell in [*near, *near])
         fours = [place_of(cell)[1] for cell in mine]
         for four in range(min(fours), max(fours) + 1):
