@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_checks import DEVICE, assert_kernel_is_exact
+from torch.nn import functional
 
 from benchmarks.kernels.fit_choices import Cell, chosen_losses, describe, read_cells, table_cell
 from nearpeak import kernels
@@ -468,6 +469,29 @@ def test_what_attention_of_torch_takes(attention_of_torch):
     assert candidates(q.float(), q.float(), q.float()) == ("triton",)
     assert candidates(q[..., :4], q[..., :4], q[..., :4]) == ("triton",)
     assert candidates(q[:, :1].expand(-1, 4, -1, -1), q, q) == ("triton",)
+    rows = torch.empty(2, 4, 9, 16, dtype=torch.float16)
+    assert candidates(rows[..., :8], rows[..., :8], rows[..., 8:]) == ("cudnn", "flash", "triton")
+    assert candidates(q, q, rows[..., 4:12]) == ("triton",)  # begins at 8 bytes
+    assert candidates(q, torch.empty(2, 4, 9, 11, dtype=torch.float16)[..., :8], q) == ("triton",)  # rows of 22 bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("between", [0, 1, 3, 8])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("tokens", "dim"), [(64, 64), (100, 96), (1024, 128)])
+def test_attention_of_rows_that_are_not_aligned(tokens, dim, causal, between):
+    """Operands, and gradients of the result, with elements between rows."""
+    torch.manual_seed(0)
+    rows = [torch.randn(2, 4, tokens, dim + between).to(torch.bfloat16)[..., :dim] for _ in range(4)]
+    *tensors, upstream = rows
+    tensors = [x.requires_grad_() for x in tensors]
+    result = kernels.attention(*tensors, causal=causal)
+    gradients = torch.autograd.grad(result, tensors, upstream)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    exact = functional.scaled_dot_product_attention(*wide, is_causal=causal)
+    exact_gradients = torch.autograd.grad(exact, wide, upstream.double())
+    for one, other in zip((result, *gradients), (exact, *exact_gradients), strict=True):
+        torch.testing.assert_close(one.double(), other, atol=0.02, rtol=0.02)
 
 
 def packed_tensors(query_lengths, key_lengths=None, dim=8, after=0, dtype=torch.float16):

@@ -189,7 +189,7 @@ def _torch_candidates(problem: AttentionProblem, *, backward: bool) -> list[str]
         and problem.dim % _HEAD_MULTIPLE == 0
         and problem.value_dim % _HEAD_MULTIPLE == 0
         and 0 not in (problem.batches, problem.queries, problem.keys)
-        and all(map(_has_own_elements, (problem.query, problem.key, problem.value)))
+        and all(_torch_reads(x) for x in (problem.query, problem.key, problem.value))
     ):
         return []
     if backward and torch.are_deterministic_algorithms_enabled():
@@ -239,9 +239,17 @@ def _is_aligned_token_major(x: Tensor) -> bool:
     )
 
 
-def _has_own_elements(x: Tensor) -> bool:
-    """Whether each element has an address of its own."""
-    return all(stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1)
+def _torch_reads(x: Tensor) -> bool:
+    """Whether each element has an address of its own, and each row of a head begins at a multiple of 16 bytes.
+
+    torch does not ask for the second: its kernels end with a misaligned address then, or return something else.
+    """
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    return (
+        x.stride(-1) == 1
+        and all(stride > 0 and stride * x.element_size() % _ALIGNED_BYTES == 0 for stride in strides)
+        and x.data_ptr() % _ALIGNED_BYTES == 0
+    )
 
 
 def _torch_forward(name: str, problem: AttentionProblem) -> tuple[Tensor, Tensor]:
@@ -266,8 +274,8 @@ def _torch_backward(
     """The gradients of query, key and value, which are computed together."""
     if problem.packed:
         return _wanted_gradients(_packed_backward(problem, gradient, result, lse), for_query, for_keys)
-    if gradient.stride(-1) != 1 or not _has_own_elements(gradient):
-        gradient = gradient.contiguous()
+    if not _torch_reads(gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
     inputs = (gradient, problem.query, problem.key, problem.value, result)
     causal = problem.right == 0
     unused = torch.empty(2, dtype=torch.int64, device=gradient.device)  # the state of dropout's random numbers
