@@ -29,7 +29,6 @@ from nearpeak.ops.op import Op, Trace, name_with_origin, name_without_origin
 from nearpeak.ops.tensor import Tensor
 from nearpeak.profiles.completeness import Completeness, Loss
 from nearpeak.profiles.conditions import StepConditions
-from nearpeak.profiles.grade import LATER
 from nearpeak.profiles.idle import WORKERS_STARTED, IdleCause, IdleTime
 from nearpeak.profiles.idle_attribution import DeviceActivity, HostActivity, attribute
 from nearpeak.profiles.memory import peak_memory
@@ -69,8 +68,9 @@ UNTRACED_FACTS: frozenset[StepFact] = frozenset({"host"})
 """What is known without a trace."""
 MIN_STARTED_SHARE = 0.02
 """Of the step: worker processes that cost less at the ends of epochs are not mentioned."""
-SLOWDOWN = (1.01, 1.0 + LATER[1])
-"""A GPU that is at work loses this much of its clock. Steps that take even longer do something else."""
+SLOWDOWN = (1.01, 1.3)
+"""A GPU that is at work loses this much of its clock, from the highest one to about the one that its power limit allows
+for long. Steps that take even longer do something else."""
 _UNTRACED_NOTE = (
     "The step was profiled and not traced: ops have neither source lines nor modules, and bounds follow from the "
     "shapes that the profiler recorded"

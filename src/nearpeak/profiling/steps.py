@@ -172,6 +172,8 @@ class StepDetector:
         """The marks of a step; () if each mark ends one."""
         self._outer: OuterLoop | None = OuterLoop()
         """None once no loop is looked for."""
+        self._call_began: float | None = None
+        """When the call that runs now began, if loops around it are still to be looked at."""
         self._loop = ""
         """The line of the loop of which each turn is a step."""
         self._thread: OwnThread | None = None
@@ -318,15 +320,20 @@ class StepDetector:
 
     def _before_module(self) -> None:
         self._end_open_mark()
+        self._call_began = None
         if self._outer is not None and self._first is None and not self.has_step_function and not _in_backward():
-            self._look_at_loops(self._outer, sys._getframe(1))
+            began = self._guard.program_time()
+            if self._loop:
+                self._look_at_loops(self._outer, sys._getframe(1), began)
+            else:  # when the call is over: a device that waits for its first kernel would wait for this too
+                self._call_began = began
 
-    def _look_at_loops(self, outer: OuterLoop, frame: FrameType) -> None:
-        """A call begins: it may be the first in a turn of a loop."""
+    def _look_at_loops(self, outer: OuterLoop, frame: FrameType, began: float) -> None:
+        """A call began: it may be the first in a turn of a loop."""
         if self._thread is not None and not self._thread:
             return
         before = outer.turn
-        outer.call_begins(frame, self._guard.program_time())
+        outer.call_begins(frame, began)
         if self._loop and outer.turn != before and self._unit.marks:
             unit, self._unit = self._unit, StepUnit(marks=0)
             kind = unit.kind(self._loop)
@@ -353,6 +360,8 @@ class StepDetector:
             self.unfinished_calls = 0
 
     def _after_module(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._call_began is not None and self._outer is not None:
+            self._look_at_loops(self._outer, sys._getframe(1), self._call_began)
         self.calls_by_module[id(module)] += 1
         mark = self._mark
         mark.modules.add(id(module))
