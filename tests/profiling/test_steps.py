@@ -203,14 +203,16 @@ def test_calls_are_still_told_when_no_new_modules_are_looked_for_and_nothing_is_
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     before = torch.nn.Module.__call__
     with detect_steps(watcher) as steps, torch.no_grad():
+        during = torch.nn.Module.__call__
         model(torch.randn(2, 4))
         steps.calls.search(False)
-        assert torch.nn.Module.__call__ is before  # nested calls are torch's own
+        assert torch.nn.Module.__call__ is during  # a change would make what the interpreter has cached void
         model(torch.randn(2, 4))
         Decoder()(torch.zeros(1, 1, dtype=torch.int64))
         copied = copy.deepcopy(model)
         assert b"nearpeak" not in pickle.dumps(model)
     assert len(watcher.events) == 2
+    assert torch.nn.Module.__call__ is before
     assert "__call__" not in vars(torch.nn.Sequential)
     copied(torch.randn(2, 4))
     assert len(watcher.events) == 2

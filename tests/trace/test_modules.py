@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from nearpeak.trace import modules
-from nearpeak.trace.modules import watch_module_calls
+from nearpeak.trace.modules import keep_calls_watchable, note_compiler, watch_module_calls
 
 
 class Told:
@@ -34,11 +34,11 @@ class Layer(nn.Module):
         return x * 2 + 1
 
 
-@pytest.fixture(params=["here", "replaced"])
+@pytest.fixture(params=["replaced", "reported"])
 def way(request, monkeypatch):
-    """As on this Python, and as on one that cannot tell."""
-    if request.param == "replaced":
-        monkeypatch.setattr(modules, "_call_events", modules.SharedPatch(modules._patched_call))
+    """As before anything is compiled, and as after that where the interpreter reports calls."""
+    monkeypatch.setattr(modules, "_can_report", sys.version_info >= (3, 12) and request.param == "reported")
+    monkeypatch.setattr(modules, "_has_compiled", lambda: True)
     return request.param
 
 
@@ -81,9 +81,55 @@ def test_compiled_code_is_compiled_once(way):
             for _ in range(3):
                 compiled(torch.ones(4))
         compiled(torch.ones(4))
-        if way == "here" and sys.version_info >= (3, 12):  # else once more for each who begins to watch
+        if way == "reported" and sys.version_info >= (3, 12):  # else once more for each who begins to watch
             with told.watching():
                 compiled(torch.ones(4))
         assert counters["stats"]["unique_graphs"] - before == 1
+    finally:
+        torch._dynamo.reset()
+
+
+def test_who_begins_to_watch_changes_no_class_while_calls_are_kept_watchable():
+    original, told = nn.Module.__call__, Told()
+    with keep_calls_watchable():
+        kept = nn.Module.__call__
+        with told.watching():
+            assert nn.Module.__call__ is kept
+            nn.Identity()(1)
+        assert nn.Module.__call__ is kept
+        nn.Identity()(1)
+    assert nn.Module.__call__ is original
+    assert (len(told.before), len(told.after)) == (1, 1)
+
+
+def test_what_is_compiled_sees_the_call_of_torch_also_after_a_reset():
+    layer, original = Layer(), nn.Module.__call__
+    try:
+        with keep_calls_watchable():
+            torch._dynamo.reset()
+            note_compiler()
+            seen = []
+
+            def backend(graph, _inputs):
+                seen.append(nn.Module.__call__)
+                return graph
+
+            torch.compile(lambda x: layer(x), backend=backend)(torch.ones(4))
+            assert seen == [original]
+    finally:
+        torch._dynamo.reset()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the interpreter cannot report calls")
+def test_who_watches_while_something_is_compiled_hears_on():
+    told, layer, outer = Told(), Layer(), nn.Sequential(nn.Identity())
+    compiled = torch.compile(lambda x: layer(x), backend="eager")
+    outer.register_forward_hook(lambda *_: compiled(torch.ones(4)) * 0)
+    try:
+        with keep_calls_watchable(), told.watching():
+            outer(torch.ones(2))
+            outer(torch.ones(2))
+        for module in (outer, outer[0]):
+            assert sum(each is module for each, _ in told.before) == sum(each is module for each in told.after) == 2
     finally:
         torch._dynamo.reset()

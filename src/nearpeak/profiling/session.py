@@ -804,7 +804,7 @@ class Session:
                 self._say(PHASE_MESSAGES[after])
             if self.steps is not None:
                 self.steps.calls.search(after not in (*_CLEAN, "done"))
-                # The inline caches of the interpreter start empty after monitoring has changed: one step refills them.
+                # Caches of the interpreter may start empty after that: one step refills those of most instructions.
                 self._settling = after in _CLEAN
             if after == "clean":
                 self._watch.prepare()

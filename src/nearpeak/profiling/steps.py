@@ -37,7 +37,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from nearpeak.trace.graphs import remember_graphs
 from nearpeak.trace.guard import Guard, OwnThread, undone_in_child
 from nearpeak.trace.loop_turns import LoopTurn, LoopTurns
-from nearpeak.trace.modules import watch_module_calls
+from nearpeak.trace.modules import keep_calls_watchable, note_compiler, watch_module_calls
 from nearpeak.trace.source import user_line
 from nearpeak.units import seconds
 
@@ -639,6 +639,8 @@ class TopLevelCalls:
         self._classes: dict[type[nn.Module], Any] = {}
         """Classes with a patched `__call__`, and the one that they defined themselves."""
         self._search = ExitStack()
+        self._kept = ExitStack()
+        """Beginning and ending to search would make the program slower for a while."""
         self._is_open = False
 
     def open(self) -> None:
@@ -646,6 +648,7 @@ class TopLevelCalls:
         if self._is_open:
             return
         self._is_open = True
+        self._kept.enter_context(keep_calls_watchable())
         self._watch_compiler()
         self.search(True)
 
@@ -653,11 +656,13 @@ class TopLevelCalls:
         if self._before_compiling not in callback_handler.start_callbacks:  # torch._dynamo.reset() clears them
             callback_handler.register_start_callback(self._before_compiling)
             callback_handler.register_end_callback(self._after_compiling)
+        note_compiler()
 
     def close(self) -> None:
         """Restores all classes."""
         self._is_open = False
         self._search.close()
+        self._kept.close()
         for callbacks, callback in (
             (callback_handler.start_callbacks, self._before_compiling),
             (callback_handler.end_callbacks, self._after_compiling),

@@ -1,19 +1,23 @@
 """Which module runs, by its path; and which modules and optimizers a callable refers to.
 
 `watch_module_calls` does not use torch's global hooks: torch.compile would trace these into what it compiles and
-compile again when they change, a module's own `compile()` bypasses them, and they slow every call down. Since Python
-3.12 the interpreter reports calls (`sys.monitoring`), and nothing is changed that compiled code looks at. Before
-that, the call itself is replaced. Compiled code checks for that where it goes through `super().__call__`, so the call
-is torch's own again, for good, as soon as anything is compiled: modules are then watched by the next
-`watch_module_calls`.
+compile again when they change, a module's own `compile()` bypasses them, and they slow every call down. The call itself
+is replaced, early and for long (`keep_calls_watchable`): whatever changes a class, or what the interpreter reports
+(`sys.monitoring`), makes it forget what it knows of the instructions of a program, which then take up to a fourth
+longer for the next fifty times that each of them runs.
+
+Compiled code checks for a replaced call where it goes through `super().__call__`, so the call is torch's own again, for
+good, as soon as anything is compiled. From then on the interpreter reports calls, since Python 3.12; before that,
+modules are watched by the next `watch_module_calls`.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -36,44 +40,114 @@ _watchers: list[tuple[BeforeCall, AfterCall]] = []
 def watch_module_calls(before: BeforeCall, after: AfterCall) -> Iterator[None]:
     """Inside, `before(module, args)` runs before each module's call and `after(module)` after it, also if it raised."""
     watcher = (before, after)
-    with _call_events():
+    with _reported_calls() if _can_report and _has_compiled() else keep_calls_watchable():
         _watchers.append(watcher)
         try:
             yield
         finally:
             _watchers.remove(watcher)
+            if not _watchers:
+                _replaced_call.taken_over.close()
 
 
 @contextmanager
-def _patched_call() -> Iterator[None]:
-    original = nn.Module.__call__
-    installed = True
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        watchers = tuple(_watchers) if installed else ()
-        for before, _ in watchers:
-            before(self, args)
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            for _, after in reversed(watchers):
-                after(self)
-
-    def withdraw(_: Any = None) -> None:
-        nonlocal installed
-        installed = False
-        if nn.Module.__call__ is call:  # else the program has replaced it meanwhile, and calls ours from there
-            nn.Module.__call__ = original  # type: ignore[method-assign]
-
-    callback_handler.register_start_callback(withdraw)
-    nn.Module.__call__ = call  # type: ignore[method-assign]
+def keep_calls_watchable() -> Iterator[None]:
+    """Inside, who begins or ends to watch changes nothing that a program runs, until something is compiled."""
+    if _can_report and _has_compiled():
+        yield
+        return
+    _replaced_call.acquire()
     try:
         yield
     finally:
-        if withdraw in callback_handler.start_callbacks:  # torch._dynamo.reset() clears them
-            callback_handler.remove_start_callback(withdraw)
-        withdraw()
+        _replaced_call.release()
 
+
+def note_compiler() -> None:
+    """Makes sure that what is compiled from now on does not see the replaced call: a program may reset the compiler."""
+    _replaced_call.note_compiler()
+
+
+def _has_compiled() -> bool:
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return compiler is not None and bool(compiler.counters["stats"]["unique_graphs"])
+
+
+class _ReplacedCall:
+    """A call of modules that tells watchers, in the place of torch's while anyone needs it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._users = 0
+        self._put_back: Callable[[], None] | None = None
+        self.taken_over = ExitStack()
+        """Where the interpreter reports calls to those who watched when something was compiled."""
+
+    def acquire(self) -> None:
+        """Another one needs it. It is there again, also if something was compiled since."""
+        with self._lock:
+            self._users += 1
+            if self._put_back is None:
+                self._put_back = self._install()
+            self.note_compiler()
+
+    def note_compiler(self) -> None:
+        """torch._dynamo.reset() clears what was registered."""
+        if self._put_back is not None and self._withdraw not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._withdraw)
+
+    def release(self) -> None:
+        """One less needs it."""
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._remove()
+
+    def _install(self) -> Callable[[], None]:
+        original = nn.Module.__call__
+        installed = True
+
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if not _watchers or not installed:
+                return original(self, *args, **kwargs)
+            watchers = tuple(_watchers)
+            for before, _ in watchers:
+                before(self, args)
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                if not _reports:  # else the interpreter has reported the end
+                    for _, after in reversed(watchers):
+                        after(self)
+
+        def put_back() -> None:
+            nonlocal installed
+            installed = False
+            if nn.Module.__call__ is call:  # else the program has replaced it meanwhile, and calls ours from there
+                nn.Module.__call__ = original  # type: ignore[method-assign]
+
+        nn.Module.__call__ = call  # type: ignore[method-assign]
+        return put_back
+
+    def _withdraw(self, _: Any = None) -> None:
+        with self._lock:
+            self._remove()
+            if _can_report and _watchers and not _reports:
+                self.taken_over.enter_context(_reported_calls())
+
+    def _remove(self) -> None:
+        if self._put_back is None:
+            return
+        self._put_back()
+        self._put_back = None
+        if self._withdraw in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(self._withdraw)
+
+
+_replaced_call = _ReplacedCall()
+_reports: list[bool] = []
+"""Not empty while the interpreter reports calls."""
+_can_report = sys.version_info >= (3, 12)
 
 if sys.version_info >= (3, 12):
     _TOOL_IDS = (5, 4, 3, 2)
@@ -88,8 +162,11 @@ if sys.version_info >= (3, 12):
         )  # torch's own `__call__`, whatever the program has put in its place
         tool = next((number for number in _TOOL_IDS if monitoring.get_tool(number) is None), None)
         if tool is None:
-            with _patched_call():
+            _replaced_call.acquire()
+            try:
                 yield
+            finally:
+                _replaced_call.release()
             return
 
         def started(_code: Any, _offset: int) -> None:
@@ -110,18 +187,20 @@ if sys.version_info >= (3, 12):
         monitoring.register_callback(tool, events.PY_UNWIND, ended)
         monitoring.set_local_events(tool, code, events.PY_START | events.PY_RETURN)
         monitoring.set_events(tool, events.PY_UNWIND)
+        _reports.append(True)
         try:
             yield
         finally:
+            _reports.clear()
             monitoring.set_events(tool, 0)
             monitoring.set_local_events(tool, code, 0)
             for event in (events.PY_START, events.PY_RETURN, events.PY_UNWIND):
                 monitoring.register_callback(tool, event, None)
             monitoring.free_tool_id(tool)
 
-    _call_events = SharedPatch(_monitored_call)
+    _reported_calls = SharedPatch(_monitored_call)
 else:
-    _call_events = SharedPatch(_patched_call)
+    _reported_calls = SharedPatch(nullcontext)
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 MAX_CALLS = 1000
