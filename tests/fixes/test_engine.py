@@ -507,6 +507,54 @@ def test_ways_of_decided_pairs_are_no_longer_run(turns, monkeypatch):
     assert turns.run.count(0) == 2 + engine.LOOKS[0]
 
 
+CHAIN = [(place, place + 1) for place in range(7)]
+"""Seven fixes of a step of a quarter of a second: five save much, the third 0.9 % and the sixth nothing."""
+
+
+def chained_speeds(turns, monkeypatch, pace):
+    """The speeds of `CHAIN` where `pace()` multiplies the time of each step."""
+    savings = [0.06, 0.07, 0.009, 0.13, 0.04, 0.0, 0.05]
+    seconds = {place: 0.34 * math.prod(1.0 - saving for saving in savings[:place]) for place in range(8)}
+    monkeypatch.setattr(turns, "seconds", seconds)
+    plain = turns.step
+
+    def step():
+        base = turns.seconds[turns.run[-1]]
+        turns.seconds[turns.run[-1]] = base * pace()
+        plain()
+        turns.seconds[turns.run[-1]] = base
+
+    return time_in_turns(step, turns.way, CHAIN, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("seed", range(431, 439))
+def test_a_small_saving_is_measured_until_it_is_seen(turns, monkeypatch, seed):
+    """As on a GPU whose steps differ by a percent: ten turns of eight ways had spent all the time there was."""
+    chance = random.Random(seed)
+    speeds = chained_speeds(turns, monkeypatch, lambda: chance.gauss(1.0, 0.008))
+    assert speeds[2, 3].verdict == "FASTER"
+    assert speeds[5, 6].verdict != "FASTER"
+
+
+@pytest.mark.parametrize("seed", [434, 435, 436])
+def test_a_slow_drift_hides_no_saving(turns, monkeypatch, seed):
+    """As of the clock of a GPU that gets hot: the two steps of a pair follow each other."""
+    chance, level = random.Random(seed), [1.0]
+
+    def drift():
+        level[0] += chance.gauss(0.0, 0.006)
+        return level[0]
+
+    speeds = chained_speeds(turns, monkeypatch, drift)
+    assert speeds[2, 3].verdict == "FASTER"
+    assert speeds[5, 6].verdict == "EQUIVALENT"
+
+
+def test_a_saving_within_a_percent_counts_if_it_is_certain(turns, monkeypatch):
+    monkeypatch.setattr(turns, "seconds", {0: 0.25, 1: 0.25 * 0.997})
+    assert time_in_turns(turns.step, turns.way, [(0, 1)], torch.device("cpu"))[0, 1].verdict == "FASTER"
+
+
 @contextlib.contextmanager
 def three_fixes(ratios, monkeypatch):
     """Of the norm, the MLP and the attention, with the time of each as a share of that without it; what was timed."""
