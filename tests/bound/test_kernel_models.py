@@ -817,3 +817,24 @@ def test_a_linear_layer_and_its_loss_take_their_products_and_a_pass_over_the_log
             return kernels.linear_cross_entropy, hidden, weight, torch.zeros(tokens, device="cuda", dtype=torch.long)
 
         assert expected(build) == pytest.approx(row["seconds"]["whole"], rel=0.2), (tokens, classes)
+
+
+def test_attention_of_nearpeak_takes_what_its_kernels_were_measured_to_take():
+    """And not its bound, so that the saving over torch's is predicted. Times of an H200."""
+    measured = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels_h200.json"
+    ratios = []
+    rows = json.loads(measured.read_text(encoding="utf-8"))["attention"]
+    for row in [row for row in rows if row["tokens"] == 4096 and row["causal"]]:
+        shape, causal = [row[name] for name in ("batch", "heads", "tokens", "dim")], row["causal"]
+
+        def run(*inputs, row=row, causal=causal):
+            result = kernels.attention(*inputs, causal=causal)
+            if row["pass"] == "backward":
+                result.backward(torch.empty_like(result))
+
+        def build(run=run, shape=shape):
+            return run, *(randn(*shape).requires_grad_() for _ in range(3))
+
+        ops = [op for op in estimate(build).ops if op.name.startswith("nearpeak.attention")]
+        ratios.append(sum(op.expected_seconds for op in ops if op.phase == row["pass"]) / row["seconds"]["nearpeak"])
+    assert ratios == pytest.approx([1.0] * len(ratios), rel=0.2)

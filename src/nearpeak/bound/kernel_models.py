@@ -2038,6 +2038,13 @@ def _item(kernel: Kernel) -> float:
 _FLASH, _CUDNN, _EFFICIENT = "flash", "cudnn", "efficient"
 
 
+_OWN_OVER_CUDNN = {False: 0.93, True: 0.95}
+"""The time of attention of nearpeak, forward and backward, over cuDNN's: geometric means of the measured calls that
+choose its kernels on an H200. It calls cuDNN where that is faster."""
+_RATE_OF_OWN = (2600.0, 5000.0)
+"""FLOP per cycle of a multiprocessor that has the instructions of nearpeak's kernels; elsewhere torch's run."""
+
+
 @model("attention")
 def _attention(kernel: Kernel) -> float:
     """Pairs of a query and a key: two products as deep as a head is wide, and an exponential, block by block.
@@ -2045,29 +2052,58 @@ def _attention(kernel: Kernel) -> float:
     FlashAttention and the memory-efficient kernel use the matrix instructions that a warp issues, of which a
     multiprocessor does 2048 FLOP per cycle in 16 bits from Ampere on; cuDNN uses the fastest ones that the GPU has.
     """
-    op, gpu = kernel.op, kernel.gpu
-    query, key = op.inputs[:2] if "backward" not in op.packet else op.inputs[1:3]
+    op = kernel.op
     if not op.packet.startswith("aten._scaled_dot_product"):  # sequences in one tensor: their lengths are data
         return _stream(kernel)
+    query, key = op.inputs[:2] if "backward" not in op.packet else op.inputs[1:3]
+    backend = _CUDNN if "cudnn" in op.packet else _EFFICIENT if "efficient" in op.packet else _FLASH
+    masked = bool(op.tensors("attn_bias", "attn_mask"))
+    return _attention_seconds(kernel, query, key, backend, bool(op.arguments.get("is_causal")), masked)
+
+
+@model("nearpeak.attention", "nearpeak.attention_backward")
+def _own_attention(kernel: Kernel) -> float:
+    """As torch's best kernel, and a few percent faster where nearpeak's own run."""
+    op, gpu = kernel.op, kernel.gpu
+    query, key = op.tensor("query"), op.tensor("key")
+    left, right = (op.arguments.get(name, -1) for name in ("left", "right"))
+    if op.tensors("query_starts") or query.dtype not in ("bfloat16", "float16"):
+        return _stream(kernel)  # how many pairs there are is not known, or no kernel of torch is like it
+    rate = _engine_rate(gpu)
+    is_own = _RATE_OF_OWN[0] < rate < _RATE_OF_OWN[1]
+    backend = _CUDNN if rate > _RATE_OF_OWN[0] else _FLASH
+    seconds = _attention_seconds(kernel, query, key, backend, right >= 0, bool(op.tensors("bias")), left + 1)
+    return seconds * (_OWN_OVER_CUDNN["backward" in op.packet] if is_own else 1.0)
+
+
+def _engine_rate(gpu: Gpu) -> float:
+    """FLOP per cycle of a multiprocessor's matrix engine in 16 bits."""
+    return gpu.matrix.get("bfloat16", gpu.matrix.get("float16", 8.0 * gpu.vector)) / gpu.cycles
+
+
+def _attention_seconds(
+    kernel: Kernel, query: Tensor, key: Tensor, backend: str, causal: bool, masked: bool, window: int = 0
+) -> float:
+    """By the kernels of a backend of torch; 0 is no window."""
+    op, gpu = kernel.op, kernel.gpu
     batch, heads, queries, width = query.shape[-4:]
     keys = key.shape[-2]
-    backend = _CUDNN if "cudnn" in op.packet else _EFFICIENT if "efficient" in op.packet else _FLASH
     backward = "backward" in op.packet
     kind = f"{backend}_backward" if backward else backend
     if query.dtype == "float32":
         kind = "efficient32_backward" if backward else "efficient32"
-    causal = bool(op.arguments.get("is_causal"))
-    masked = bool(op.tensors("attn_bias", "attn_mask"))
     rows = 128 if queries > 64 else 64
     blocks = batch * heads * math.ceil((keys if backward else queries) / rows)
     others = math.ceil((queries if backward else keys) / 64) * 64
     other = others * 0.5 + rows / 2 if causal else others
+    if window:
+        others, other = min(others, window + rows), min(other, window + rows)
     width = math.ceil(width / 64) * 64
     rate = kernel[f"{kind}.flops_per_cycle"]
     if width > 128:
         rate *= kernel["cudnn.wide_masked" if kind == _CUDNN and masked else f"{kind}.wide"]
     if backend == _CUDNN:  # in terms of the engine's own rate
-        rate *= gpu.matrix.get("bfloat16", gpu.matrix.get("float16", 8.0 * gpu.vector)) / gpu.cycles / 3370.0
+        rate *= _engine_rate(gpu) / 3370.0
     products = 5 if backward else 2
     mask = kernel["attention.mask"] if masked else 0.0
     if keys * query.item_bytes % 4:  # rows of the mask are read element by element
