@@ -107,13 +107,14 @@ def seconds_of(step: Callable[[], object], calls: int = CALLS) -> float:
     return (time.perf_counter() - start) / calls
 
 
-def peak_bytes(step: Callable[[], None]) -> int | None:
+def peak_bytes(step: Callable[[], object], beyond: int = 0) -> int | None:
+    """What two steps have in memory beyond so many bytes; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.reset_peak_memory_stats()
     step()
     step()
-    return torch.cuda.max_memory_allocated()
+    return torch.cuda.max_memory_allocated() - beyond
 
 
 def measure(step: Callable[[], None], rounds: int = ROUNDS) -> dict[str, Any]:

@@ -31,6 +31,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+import nearpeak
+from benchmarks.models.fix import peak_bytes, seconds_of
+from benchmarks.models.fix_sites import models, to_device
+from benchmarks.pages.fix import model_table
+from nearpeak._records import to_json
+from nearpeak.fixes import engine
+
 ROUNDS = 7
 BLOCK_S = 0.04
 LAYERS = 2
@@ -43,10 +53,6 @@ class Program:
     """A model with a batch and an optimizer for each mode, and steps in several ways, each on a copy of the model."""
 
     def __init__(self, name: str, small: bool) -> None:
-        import torch
-
-        from benchmarks.models.fix_sites import models, to_device
-
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         torch.manual_seed(0)
@@ -57,8 +63,6 @@ class Program:
 
     def copy_for(self, way: str) -> tuple[Any, Any]:
         """The model and the optimizer of a way."""
-        import torch
-
         if way not in self.copies:
             model = copy.deepcopy(self.model)
             self.copies[way] = model, torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -79,8 +83,6 @@ class Program:
         return arguments
 
     def step(self, way: str, mode: str) -> Callable[[], None]:
-        import torch
-
         model, optimizer = self.copy_for(way)
         arguments = self.arguments(mode)
         model.train(mode == "training")
@@ -103,33 +105,12 @@ def loss_of(output: Any) -> Any:
     return getattr(output, "loss", output)
 
 
-def seconds_of(step: Callable[[], None], calls: int) -> float:
-    import torch
-
-    synchronize = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    synchronize()
-    return (time.perf_counter() - start) / calls
-
-
-def peak_bytes(step: Callable[[], None]) -> int | None:
-    """What a step has in memory beyond what there is before it."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    return torch.cuda.max_memory_allocated() - before
+def peak_of(step: Callable[[], None]) -> int | None:
+    """What a step has in memory beyond what there is before it: other ways have their models there too."""
+    return peak_bytes(step, torch.cuda.memory_allocated())
 
 
 def quiet() -> None:
-    import transformers
-
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
 
@@ -149,7 +130,7 @@ def serve_liger(name: str, small: bool, parent: Connection) -> None:
     while (request := parent.recv()) is not None:
         mode, calls = request
         program.copy_for("eager")[0].train(mode == "training")
-        parent.send((seconds_of(steps[mode], calls), peak_bytes(steps[mode]) if calls == 1 else None))
+        parent.send((seconds_of(steps[mode], calls), peak_of(steps[mode]) if calls == 1 else None))
 
 
 def measure_model(
@@ -162,12 +143,6 @@ def measure_model(
     parent: Connection,
 ) -> None:
     """Fixes a model and times it in all ways; sends a row for each mode."""
-    import torch
-
-    import nearpeak
-    from nearpeak._records import to_json
-    from nearpeak.fixes import engine
-
     quiet()
     torch.set_num_threads(1)
 
@@ -240,7 +215,7 @@ def time_ways(
     def timed(way: str, calls: int) -> tuple[float, int | None]:
         if way != "liger":
             model_step = steps[way]
-            return seconds_of(model_step, calls), peak_bytes(model_step) if calls == 1 else None
+            return seconds_of(model_step, calls), peak_of(model_step) if calls == 1 else None
         parent.send(("liger", mode, calls))
         answer: tuple[float, int | None] = parent.recv()
         return answer
@@ -364,11 +339,6 @@ def main() -> None:
     end = time.perf_counter() + arguments.limit
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # there is a process for each model already
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import torch
-
-    from benchmarks.models.fix_sites import models
-    from benchmarks.pages.fix import model_table
-
     names = arguments.models.split(",") if arguments.models else list(models(True))
     modes = arguments.modes.split(",")
     rows: list[dict[str, Any]] = []
@@ -399,9 +369,6 @@ def main() -> None:
 
 
 def write(file: Path, rows: list[dict[str, Any]], machine: str) -> None:
-    import torch
-    import transformers
-
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": machine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.nn import functional
 from nearpeak import machine
 from nearpeak.fixes.edits import Edits
 from nearpeak.fixes.graphs import nearpeak_backend, rewrite_graph
-from nearpeak.fixes.patterns import attention, experts, loss, mlp, norms
+from nearpeak.fixes.patterns import attention, experts, linears, loss, mlp, norms
 from nearpeak.fixes.patterns.dataflow import traceable
 from nearpeak.fixes.registry import ModelRun, Site, fixes, observe
 from nearpeak.trace.cuda_ops.target import target_of
@@ -316,6 +317,83 @@ def test_sums_before_norms() -> None:
     torch.testing.assert_close(model(x), expected)
     torch.testing.assert_close(model(x, scale=2.0), Block.forward(model, x, 2.0))  # another setting: its own code
     assert sites(norms.add_norms, Difference(), x) == []
+
+
+class Projections(nn.Module):
+    """Queries with a bias, keys without; of the values, the gate is of the same tensor, and the last of another one."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(6, 8, dtype=dtype), nn.Linear(6, 8, bias=False, dtype=dtype)
+        self.gate, self.last = nn.Linear(6, 4, dtype=dtype), nn.Linear(4, 3, dtype=dtype)
+        self.scale = nn.Parameter(torch.full((), 2.0, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        scores = self.query(x) * self.key(x)
+        return self.last(torch.tanh(self.gate(x))).sum() + scores.sin().sum()
+
+
+def test_gradients_of_one_tensor_add_up_inside_of_its_linear_layers() -> None:
+    model, x = Projections(torch.float64), torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *model.parameters()]
+    expected, plain = torch.autograd.grad(model(x), wanted), [op.name for op in trace(model, x, grad=True).ops]
+    (site,) = linears.linears_of_one_tensor(run_of(model, x, trains=True))
+    assert (site.skip, site.what) == ("", "linear layers of one tensor (query, key, gate)")
+    edits = Edits()
+    site.change(edits)
+    torch.testing.assert_close(torch.autograd.grad(model(x), wanted), expected)
+    ops = [op.name for op in trace(model, x, grad=True).ops]
+    additions = [names.count("aten.add.Tensor") for names in (plain, ops)]
+    assert additions[0] - additions[1] == ops.count("aten.addmm_.default") == 2
+    assert torch.autograd.gradgradcheck(model, x)  # and its second derivative
+    # with a layer that is frozen
+    model.key.requires_grad_(False)
+    gradients = torch.autograd.grad(model(x), [x, model.scale])
+    torch.testing.assert_close(gradients, expected[:2])
+    # the layers are called with their hooks, and hold no results
+    seen: list[str] = []
+    model.key.register_forward_hook(lambda *_: seen.append("key"))
+    copied = copy.deepcopy(model)
+    torch.testing.assert_close(copied(x), model(x))
+    assert seen == ["key", "key"]
+    assert copied.gate._group_of_linears.members[1] is copied.key
+    assert model.key._group_of_linears._last is None
+    edits.undo()
+    assert not {"forward", "_group_of_linears"} & {name for part in model.modules() for name in vars(part)}
+
+
+@pytest.mark.parametrize("how", ["autocast", "no gradients", "vmap", "a hook before a layer", "another type"])
+def test_linear_layers_of_one_tensor_in_other_modes_are_those_of_torch(how: str, monkeypatch: Any) -> None:
+    model, x = Projections(), torch.randn(2, 3, 6)
+    (site,) = linears.linears_of_one_tensor(run_of(model, x, trains=True))
+    site.change(Edits())
+    monkeypatch.setattr(linears._Linears, "apply", lambda *_: pytest.fail("it was shared"))
+    if how == "a hook before a layer":
+        model.key.register_forward_pre_hook(lambda *_: None)
+    if how == "another type":
+        nn.utils.parametrizations.weight_norm(model.key)
+    if how == "vmap":
+        torch.func.vmap(torch.func.grad(model))(x)
+        return
+    with torch.autocast("cpu", enabled=how == "autocast"), torch.set_grad_enabled(how != "no gradients"):
+        assert model(x).isfinite()
+
+
+def test_linear_layers_around_a_change_in_place_compute_each_for_itself() -> None:
+    class InPlace(Projections):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * self.scale
+            first = self.query(x)
+            with torch.no_grad():
+                x.add_(1.0)
+            return (first + self.key(x)).sum()
+
+    model, x = InPlace(), torch.randn(2, 6)
+    expected = model(x)
+    (site,) = linears.linears_of_one_tensor(run_of(model, x, trains=True))
+    site.change(Edits())
+    torch.testing.assert_close(model(x), expected)
 
 
 class WrittenAttention(nn.Module):
