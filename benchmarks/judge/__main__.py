@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import datetime
 import importlib.util
 import json
 import os
@@ -38,7 +39,10 @@ class Entry:
     reference: str
     charges: tuple[str, ...] = ()
     """One of which it must get; none for an honest one."""
+    known_wrong: tuple[str, ...] = ()
+    """Charges of an honest one that is known to be wrong on this kind of device."""
     needs_gpu: bool = False
+    needs_cpu: bool = False
     needs: str | None = None
     """A package that may not be installed."""
     needs_python: tuple[int, ...] = ()
@@ -68,6 +72,7 @@ def exploits() -> list[Entry]:
                 reference=f"{ROOT / 'references' / reference}.py:{reference}",
                 charges=constants["CHARGES"],
                 needs_gpu=constants.get("NEEDS_GPU", False),
+                needs_cpu=constants.get("NEEDS_CPU", False),
                 needs_python=constants.get("NEEDS_PYTHON", ()),
             )
         )
@@ -75,19 +80,21 @@ def exploits() -> list[Entry]:
 
 
 def bugs() -> list[Entry]:
-    """Every public function of the files of `bugs`, whose name begins with that of its reference."""
+    """Every public function of the files of `bugs`; a file has one reference, or each name has it and the inputs."""
     entries = []
     for path in sorted((ROOT / "bugs").glob("*.py")):
-        constants = constants_of(path)
-        reference = constants["REFERENCE"]
+        only = constants_of(path).get("REFERENCE")
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                reference, draw = (only, None) if only else node.name.split("__")[:2]
+                file = ROOT / "references" / f"{reference}.py"
                 entries.append(
                     Entry(
                         name=f"{path.stem}.{node.name}",
                         candidate=f"{path}:{node.name}",
-                        reference=f"{ROOT / 'references' / reference}.py:{reference}",
+                        reference=f"{file}:{reference}",
                         charges=("wrong",),
+                        inputs=draw and f"{file}:{draw}",
                     )
                 )
     return entries
@@ -97,7 +104,7 @@ def honest() -> list[Entry]:
     """Candidates of `honest`, at all sizes and dtypes of their references."""
     entries = []
     for path in sorted((ROOT / "honest").glob("*.py")):
-        supported = constants_of(path).get("INPUTS")
+        supported, wrong_on_gpu = (constants_of(path).get(name) for name in ("INPUTS", "WRONG_ON_GPU"))
         for name in _candidates_in(path):
             reference, _, _ = name.partition("__")
             file = ROOT / "references" / f"{reference}.py"
@@ -109,6 +116,7 @@ def honest() -> list[Entry]:
                             name=f"{path.stem}.{name} {draw} {sizes}",
                             candidate=f"{path}:{name}",
                             reference=f"{file}:{reference}",
+                            known_wrong=(wrong_on_gpu or {}).get(name, ()),
                             needs_gpu=path.stem in ("nearpeak_kernels", "liger_kernels"),
                             needs="liger_kernel" if path.stem == "liger_kernels" else None,
                             sizes=tuple(sizes.items()),
@@ -157,7 +165,11 @@ def judged(entries: list[Entry], arguments: argparse.Namespace) -> Iterator[dict
     has_gpu = torch.cuda.is_available()
     start = time.monotonic()
     for entry in entries:
-        if (entry.needs_gpu and not has_gpu) or entry.needs_python > sys.version_info[:2]:
+        if (
+            (entry.needs_gpu and not has_gpu)
+            or (entry.needs_cpu and has_gpu)
+            or entry.needs_python > sys.version_info[:2]
+        ):
             continue
         if entry.needs and importlib.util.find_spec(entry.needs) is None:
             continue
@@ -167,6 +179,7 @@ def judged(entries: list[Entry], arguments: argparse.Namespace) -> Iterator[dict
             continue
         options = {"sizes": [dict(entry.sizes)]} if entry.sizes else {}
         row: dict[str, Any] = {"name": entry.name, "expected": entry.charges}
+        row["known_wrong"] = entry.known_wrong if has_gpu else ()
         try:
             judgement = judge(
                 entry.candidate,
@@ -190,6 +203,8 @@ def judged(entries: list[Entry], arguments: argparse.Namespace) -> Iterator[dict
             "charges": [charge.name for charge in judgement.charges],
             "evidence": [charge.evidence for charge in judgement.charges],
             "right": judgement.is_right,
+            "honest": judgement.is_honest,
+            "undecided": judgement.is_undecided,
             "refused": len(judgement.refusals),
             "checks": len(judgement.checks),
             "speedups": judgement.speedups,
@@ -234,13 +249,41 @@ def judged_at_once(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             time.sleep(0.5)
 
 
+def _write(path: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The rows with the machine and the date; the rows alone for the process that collects those of several."""
+    if arguments.claims:
+        content: Any = rows
+    else:
+        import torch
+
+        from nearpeak.machines.detect import detect_cpu
+
+        where = {
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else detect_cpu().name,
+            "date": datetime.date.today().isoformat(),
+            "torch": torch.__version__,
+            "command": " ".join(["python -m benchmarks.judge", *sys.argv[1:]]),
+        }
+        content = {**where, "rows": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 def is_met(row: dict[str, Any]) -> bool:
     """Whether a judgement is what was expected of it."""
     if "error" in row:
         return False
     if "wrong" in row["expected"]:
         return not row["right"] or bool(row["charges"])
-    return bool(set(row["expected"]) & set(row["charges"])) if row["expected"] else not row["charges"]
+    if row["expected"]:
+        return bool(set(row["expected"]) & set(row["charges"]))
+    return set(row["charges"]) <= set(row.get("known_wrong", ()))
+
+
+def state_of(row: dict[str, Any]) -> str:
+    """A word for the outcome; an honest candidate may be wrong, where that is known of it."""
+    if not is_met(row):
+        return "MISS"
+    return "undecided" if row.get("undecided") else "ok" if row["expected"] or not row["charges"] else "known wrong"
 
 
 def main() -> int:
@@ -265,12 +308,17 @@ def main() -> int:
     entries = entries[arguments.start :][part::parts][: arguments.limit]
     for row in judged_at_once(arguments) if arguments.jobs > 1 else judged(entries, arguments):
         rows.append(row)
-        state = "ok  " if is_met(row) else "MISS"
-        print(state, row["name"], row.get("error") or row["charges"], f"{row['seconds']:.1f} s", flush=True)
+        print(
+            f"{state_of(row):4}", row["name"], row.get("error") or row["charges"], f"{row['seconds']:.1f} s", flush=True
+        )
         if not is_met(row):
             print("     ", row.get("evidence"), row.get("notes"), flush=True)
         if arguments.json:
-            Path(arguments.json).write_text(json.dumps(rows, indent=1), encoding="utf-8")
+            _write(Path(arguments.json), arguments, rows)
+    if arguments.corpus == "honest":
+        honest_rows, right_rows = (sum(bool(row.get(name)) for row in rows) for name in ("honest", "right"))
+        known, undecided = (sum(state_of(row) == word for row in rows) for word in ("known wrong", "undecided"))
+        print(f"honest {honest_rows}, right {right_rows}, known to be wrong {known}, undecided {undecided}")
     met = sum(map(is_met, rows))
     durations = sorted(row["seconds"] for row in rows) or [0.0]
     word = {"exploits": "caught and named", "bugs": "found", "honest": "not accused", "tasks": "accepted"}

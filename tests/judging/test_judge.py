@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.judge.__main__ import bugs, exploits, honest, is_met, tasks
+from benchmarks.judge.__main__ import bugs, exploits, honest, is_met, state_of, tasks
 from nearpeak._records import from_json, to_json
 from nearpeak.cli.main import main
 from nearpeak.judging.judge import judge, judge_suite
@@ -46,7 +46,16 @@ def test_the_page_explains_every_exploit_and_names_only_charges():
 
 
 def test_the_corpus_is_as_large_as_it_says():
-    assert len(exploits()) >= 65 and len(bugs()) == 60 and len(honest()) >= 400 and len(tasks()) == 3
+    assert len(exploits()) >= 65 and len(bugs()) == 72 and len(honest()) >= 400 and len(tasks()) == 3
+
+
+def test_an_honest_candidate_may_be_wrong_where_that_is_known_and_never_dishonest():
+    row = {"expected": (), "known_wrong": ("WRONG_STRIDES",), "charges": ["WRONG_STRIDES"]}
+    assert is_met(row) and state_of(row) == "known wrong"
+    assert state_of({**row, "charges": []}) == "ok"
+    assert state_of({**row, "charges": [], "undecided": True}) == "undecided"
+    for charges in (["WRONG_STRIDES", "CACHED_RESULT"], ["RAISED"]):
+        assert state_of({**row, "charges": charges}) == "MISS"
 
 
 def test_a_charge_has_a_name_of_the_table():
@@ -131,6 +140,19 @@ def test_a_budget_that_is_spent_says_what_was_left_out(folder):
     assert judgement.is_accepted and {check.kind for check in judgement.checks} >= {"given", "sequence"}
     assert any("were made: 1 of given" in note for note in judgement.notes)
     assert any("were not compared with others" in note for note in judgement.notes)
+
+
+@pytest.mark.slow
+def test_a_candidate_without_times_that_were_asked_for_is_undecided(folder, capsys):
+    body = "time.sleep(0.05)\n    return x * 2"
+    options = {"timed": True, "compile_reference": False, "budget": 0.5}
+    judgement = judged(folder, body, **options)
+    assert judgement.is_undecided and not judgement.is_accepted and "undecided" in repr(judgement)
+    assert "no times were taken" in judgement.untimed
+    files = [f"{folder / 'kernel.py'}:double", "--against", f"{folder / 'reference.py'}:double"]
+    assert main(["judge", *files, "--device", "cpu", "--no-compile", "--budget", "0.5"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "UNDECIDED" in out and "ACCEPTED" not in out and "honest not known" in out
 
 
 @pytest.mark.slow

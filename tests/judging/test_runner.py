@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from nearpeak.judging.channel import Channel, _is_stopped
-from nearpeak.judging.judge import CHECKED_CALLS, FEWEST_CHECKED, _missing_work, _Privileges, _Trial
-from nearpeak.judging.runner import Guard, Runner, _torch_spaces, disturb, halve
-from nearpeak.judging.tolerance import answer
+from nearpeak.judging.channel import CandidateError, Channel, Reply, _is_stopped
+from nearpeak.judging.judge import CHECKED_CALLS, FEWEST_CHECKED, _missing_work, _Privileges, _RivalEnded, _Trial
+from nearpeak.judging.runner import Guard, Runner, _obey, _torch_spaces, disturb, halve
+from nearpeak.judging.tolerance import answer, without_nonfinite
 from nearpeak.judging.variants import Inputs, Variant
 
 
@@ -285,15 +285,107 @@ def test_work_while_others_are_timed_is_a_charge_if_it_goes_on(blocks, charges):
     assert list(trial.charges) == charges
 
 
+def difference_in_nan(function, x, result):
+    trial = _Trial.__new__(_Trial)
+    trial.task = SimpleNamespace(function=function)
+    known = without_nonfinite(answer(function, (x,), {}, draws=1), function, (x,), {})
+    variant = Variant(kind="nonfinite", words="", inputs=Inputs(args=(x,), kwargs={}))
+    return trial._differs_in_nan(variant, known, [result])
+
+
+def softmax(x):
+    return torch.softmax(x, -1)
+
+
 def test_zero_where_infinities_give_nan_is_another_result_and_no_charge():
     x = torch.tensor([[-torch.inf, -torch.inf], [1.0, -torch.inf], [1.0, 2.0]])
+    assert difference_in_nan(softmax, x, softmax(x).nan_to_num(0.0)) == (
+        "no NaN where the reference's infinities give one"
+    )
+    assert not difference_in_nan(softmax, x, softmax(x) + 1)
+    with_nan = x.clone().fill_(torch.nan)
+    assert not difference_in_nan(softmax, with_nan, softmax(with_nan).nan_to_num(0.0))
+
+
+def test_nan_for_zero_in_a_row_with_an_infinity_is_another_result_and_no_charge():
+    def rms_norm(x):
+        return x * torch.rsqrt((x * x).mean(-1, keepdim=True))
+
+    x = torch.randn(4, 6, dtype=torch.float64)
+    x[2, 3] = -torch.inf
+    assert torch.equal(rms_norm(x)[2, :3].abs(), torch.zeros(3, dtype=torch.float64)) and rms_norm(x)[2, 3].isnan()
+    spread = rms_norm(x)
+    spread[2] = torch.nan
+    assert difference_in_nan(rms_norm, x, spread).startswith("NaN at 20.8 % more of the elements")
+    spread[1] = torch.nan
+    assert not difference_in_nan(rms_norm, x, spread)
+
+
+def test_nan_in_a_softmax_of_a_row_with_minus_infinity_is_wrong():
+    x = torch.tensor([[1.0, -torch.inf, 3.0], [1.0, 2.0, 3.0]])
+    wrong = softmax(x)
+    wrong[0] = torch.nan
+    assert not difference_in_nan(softmax, x, wrong)
+
+
+class Lost:
+    """The device of a process after an illegal access: everything fails. Other errors are reported once."""
+
+    def __init__(self, errors):
+        self.errors = errors
+
+    def synchronize(self):
+        if self.errors:
+            self.errors -= 1
+            raise RuntimeError("CUDA error: misaligned address")
+
+
+@pytest.mark.parametrize(("errors", "is_lost"), [(0, False), (1, False), (1000, True)])
+def test_an_error_that_stays_means_that_the_device_is_lost(monkeypatch, errors, is_lost):
+    monkeypatch.setattr(Runner, "instrument", Lost(errors))
+    reply = _obey(Runner.__new__(Runner), {"do": "nothing"})
+    assert reply["kind"] == "AttributeError" and reply["device_lost"] is is_lost
+
+
+@pytest.mark.parametrize(
+    ("kind", "charge"), [("strides", "WRONG_STRIDES"), ("sizes", "WRONG_EDGES"), ("given", "RAISED")]
+)
+def test_a_lost_device_is_charged_at_the_inputs_that_lost_it_and_ends_the_checks(tmp_path, monkeypatch, kind, charge):
+    x = torch.randn(4, 8)
     trial = _Trial.__new__(_Trial)
-    known = answer(lambda x: torch.softmax(x, -1), (x,), {}, draws=1)
-    variant = Variant(kind="nonfinite", words="", inputs=Inputs(args=(x,), kwargs={}))
-    assert trial._differs_in_nan(variant, known, [torch.softmax(x, -1).nan_to_num(0.0)])
-    assert not trial._differs_in_nan(variant, known, [torch.softmax(x, -1) + 1])
-    with_nan = Variant(kind="nonfinite", words="", inputs=Inputs(args=(x.clone().fill_(torch.nan),), kwargs={}))
-    assert not trial._differs_in_nan(with_nan, known, [torch.softmax(x, -1).nan_to_num(0.0)])
+    trial.task, trial.folder = SimpleNamespace(function=softmax), tmp_path
+    trial.charges, trial.checks, trial.notes, trial.memory_bytes = {}, [], [], None
+    trial.is_device_lost, trial.function = False, "softmax"
+
+    def lose(do, **content):
+        raise CandidateError("CUDA error: misaligned address", "AcceleratorError", is_device_lost=True)
+
+    monkeypatch.setattr(trial, "_ask", lose)
+    variant = Variant(kind=kind, words="rows padded by 3 elements", inputs=Inputs(args=(x,), kwargs={}))
+    assert trial._check(variant).outcome == "failed"
+    assert list(trial.charges) == [charge] and trial.charges[charge].fault == "wrong"
+    assert "rows padded by 3 elements" in trial.charges[charge].evidence
+    trial._judge_calls(timed=True, deadline=0.0)
+    assert list(trial.charges) == [charge] and len(trial.checks) == 1
+
+
+def test_a_slow_command_does_not_make_calls_look_long(monkeypatch):
+    trial = _Trial.__new__(_Trial)
+    trial.device, trial.channel = torch.device("cuda"), SimpleNamespace(processor_seconds=lambda: None)
+    monkeypatch.setattr(trial, "_ask_timed", lambda do, name, calls: Reply({}, 5e-3 + calls * 8e-6), raising=False)
+    assert trial._seconds_of_call() < 2 * 8e-6
+
+
+def test_times_that_cannot_be_taken_leave_a_judgement_undecided(monkeypatch):
+    trial = _Trial.__new__(_Trial)
+    trial.notes, trial.untimed, trial.rival_channel = [], "", SimpleNamespace()
+
+    def end():
+        raise _RivalEnded("the process ended with signal SIGKILL")
+
+    monkeypatch.setattr(trial, "_time", end)
+    trial._time_beside_rivals()
+    assert "SIGKILL" in trial.untimed and trial.notes == [trial.untimed]
 
 
 def test_children_that_wait_for_a_processor_have_not_hung(monkeypatch):

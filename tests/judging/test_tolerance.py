@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nearpeak.judging.tolerance import Answer, agreement, answer, without_nonfinite
+from nearpeak.judging.tolerance import Answer, agreement, answer, reach_of_nan, without_nonfinite
 
 
 def compared(function, candidate, *args):
@@ -94,6 +94,45 @@ def test_nan_need_not_spread_to_what_does_not_depend_on_it():
     parts = known.own[0], known.exact[0], known.perturbed[0], known
     assert agreement(blocks(x, v), *parts).is_right and agreement(masked(x, v), *parts).is_right
     assert not agreement(blocks(x, v).nan_to_num(0.0), *parts).is_right
+
+
+def attention(q, k, v):
+    mask = torch.ones(q.shape[-2], k.shape[-2]).bool().tril()
+    return torch.softmax((q @ k.transpose(-1, -2)).masked_fill(~mask, float("-inf")), -1) @ v
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_a_masked_nan_may_reach_what_a_weight_of_zero_multiplies_it_for(position):
+    inputs = [torch.randn(2, 6, 4, dtype=torch.float64) for _ in range(3)]
+    inputs[position][1, 3, 2] = torch.nan
+    known = without_nonfinite(answer(attention, inputs, {}), attention, inputs, {})
+    (reached,) = reach_of_nan(known, attention, inputs, {})
+    expected = torch.zeros_like(reached)
+    if position == 0:
+        expected[1, 3] = True  # no other query uses it
+    elif position == 1:
+        expected[1] = True  # the first query too, whose one weight is 1 whatever the key is
+    else:
+        expected[1, :, 2] = True
+    assert torch.equal(reached, expected)
+
+
+def test_nan_stays_in_its_row_of_a_softmax_and_of_a_product():
+    x, y = torch.randn(5, 8), torch.randn(8, 3)
+    x[2, 3] = torch.nan
+    for function, inputs in ((lambda x: torch.softmax(x, -1), [x]), (product, [x, y])):
+        known = without_nonfinite(answer(function, inputs, {}), function, inputs, {})
+        (reached,) = reach_of_nan(known, function, inputs, {})
+        assert reached[2].all() and int(reached.any(-1).sum()) == 1
+
+
+def test_nan_may_reach_the_whole_row_of_a_scan_and_nothing_of_what_has_no_gradient():
+    x = torch.randn(5, 8)
+    x[2, 3] = torch.nan
+    for function, rows in ((lambda x: x.cumsum(-1), 1), (lambda x: x.detach().cumsum(-1), 0)):
+        known = without_nonfinite(answer(function, [x], {}), function, [x], {})
+        (reached,) = reach_of_nan(known, function, [x], {})
+        assert reached[2].all() == bool(rows) and int(reached.any(-1).sum()) == rows
 
 
 def test_an_overflow_of_the_reference_is_not_asked_for():

@@ -54,6 +54,17 @@ def test_values_and_strides_vary_alone(tmp_path):
             assert all(torch.equal(a, b) for a, b in zip(inputs.tensors, variant.inputs.tensors, strict=True))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_row_has_two_elements_beyond_where_code_clamps(tmp_path, dtype):
+    made = task(tmp_path, PARAMETERS.replace("columns)", f"columns, dtype=torch.{dtype})"))
+    (variant,) = value_variants(made, made.draw(3), random.Random(2), ("two huge elements in a row",))
+    x = variant.inputs.tensors[0].float()
+    huge = x.abs() > 100
+    assert int(huge.sum()) == 2 and int(huge.any(-1).sum()) == 1 and len(set(x[huge].tolist())) == 2
+    assert (x[huge].square() < torch.finfo(getattr(torch, dtype)).max * 1.01).all()
+    assert x.max() > (2e4 if dtype != "float16" else 250)
+
+
 def test_probabilities_stay_probabilities(tmp_path):
     made = task(tmp_path, PARAMETERS.replace("torch.randn(columns)", "torch.rand(columns)"))
     for variant in value_variants(made, made.draw(3), random.Random(1)):

@@ -3,6 +3,12 @@
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+WRONG_ON_GPU = {
+    "attention__sdpa": ("WRONG_STRIDES",),
+    "attention__wide": ("WRONG_STRIDES",),
+}
+"""torch's attention accepts rows whose stride is no multiple of 16 bytes, and fails or gives wrong values for them."""
+
 
 def _wide(x):
     return x if x.dtype == torch.float64 else x.float()

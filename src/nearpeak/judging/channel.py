@@ -42,11 +42,11 @@ class ProcessEnded(Exception):
 
 
 class CandidateError(Exception):
-    """The code of the process raised an error of this kind."""
+    """The code of the process raised an error of this kind; afterwards its device may be unusable."""
 
-    def __init__(self, message: str, kind: str) -> None:
+    def __init__(self, message: str, kind: str, *, is_device_lost: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.kind, self.is_device_lost = kind, is_device_lost
 
 
 class Reply(NamedTuple):
@@ -120,7 +120,8 @@ class Channel:
             self._ready = True
         reply = self._read(token, timeout or self.timeout, watched=watched)
         if "error" in reply:
-            raise CandidateError(str(reply["error"])[:400], str(reply.get("kind"))[:100])
+            message, kind = str(reply["error"])[:400], str(reply.get("kind"))[:100]
+            raise CandidateError(message, kind, is_device_lost=reply.get("device_lost") is True)
         return reply
 
     def _read(self, token: str, timeout: float, *, watched: bool = False) -> dict[str, Any]:

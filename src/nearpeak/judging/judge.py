@@ -43,7 +43,15 @@ from nearpeak.judging.exchange import bytes_of, read_tensors, rescaled, tensors_
 from nearpeak.judging.judgement import Charge, Check, Judgement, KernelShare, Outcome, Rival, Speed, SuiteJudgement
 from nearpeak.judging.models import model_content
 from nearpeak.judging.runner import OUTSIDE, POISON, change_one, changeable, halve
-from nearpeak.judging.tolerance import Agreement, Answer, agreement, answer, same_values, without_nonfinite
+from nearpeak.judging.tolerance import (
+    Agreement,
+    Answer,
+    agreement,
+    answer,
+    reach_of_nan,
+    same_values,
+    without_nonfinite,
+)
 from nearpeak.judging.variants import (
     SMALL_ELEMENTS,
     Inputs,
@@ -91,7 +99,7 @@ FEWEST_CHECKS = 60
 FEWEST_BLOCKS, LEAST_BLOCKS = 8, 4
 """Of a series, and of one that the budget cuts short."""
 MOST_BLOCKS = 40
-CLOCK_RUN_S = 0.03
+CLOCK_RUN_S, MOST_RUN_CALLS = 0.03, 10_000
 IDLE_S = 0.2
 BUSY_SHARE = 0.6
 BESIDE_SHARE = 0.2
@@ -382,6 +390,8 @@ class _Trial:
         self.is_interpreted = False
         self.is_given_right = False
         self.is_state_known = False
+        self.is_device_lost = False
+        self.untimed = ""
         self.mutated: list[int] = []
         """Positions of the tensors that the reference changes."""
         self.beside_rivals: list[tuple[float, float]] = []
@@ -446,6 +456,7 @@ class _Trial:
             notes=tuple(self.notes),
             environment=_environment(self._instrument()),
             seconds=seconds,
+            untimed=self.untimed,
         )
 
     # The budget
@@ -547,10 +558,14 @@ class _Trial:
 
     def _judge_calls(self, timed: bool, deadline: float) -> None:
         """What follows from calls that return."""
-        self._check_sequence()
-        if self.is_given_right and not self._is_wrong:
-            self._probe_memory()
-        self._check_variants(deadline)
+        if not self.is_device_lost:
+            self._check_sequence()
+            if self.is_given_right and not self._is_wrong:
+                self._probe_memory()
+            self._check_variants(deadline)
+        if self.is_device_lost:
+            self.notes.append("Nothing more was checked: its process can no longer use the GPU.")
+            return
         self._list_kernels()
         if timed and "WORK_BETWEEN_CALLS" in self.charges:
             self.notes.append("No time was taken: its process computes between calls.")
@@ -668,6 +683,8 @@ class _Trial:
                 has_gradients = self.has_gradients and all(t.numel() for t in tensors)
                 if has_gradients and check.outcome == "passed" and variant.kind in ("sizes", "strides"):
                     self._check(Variant(kind="gradients", words=variant.words, inputs=variant.inputs))
+                if self.is_device_lost:
+                    return
 
     def _given_variants(self) -> Iterator[Variant]:
         """Some of the values and strides at the sizes that are timed: code may be careful at the small ones alone."""
@@ -741,6 +758,11 @@ class _Trial:
                 self._charge("OUT_OF_MEMORY", f"a call may allocate {limit} ({words}): {error}")
                 self.last_words = self.last_words or self.channel.last_words()
                 return Check(kind=kind, inputs=words, outcome="not run" if kind == "given" else "failed")
+            if error.is_device_lost:
+                self.is_device_lost = True
+                name = "RAISED" if kind == "given" else _KINDS.get(kind, "CRASHED")
+                self._charge(name, f"no call can follow this one ({words}): {error}")
+                return Check(kind=kind, inputs=words, outcome="failed", detail=str(error))
             return Check(kind=kind, inputs=words, outcome="refused", detail=str(error))
         if "charge" in reply:
             self._charge_from(reply)
@@ -802,8 +824,8 @@ class _Trial:
         if kind == "infinity" and not right:  # torch's own kernels differ here: infinity over infinity is NaN, or 0
             detail = f"another result than the reference's: {worst.where}"
             return Check(kind=kind, inputs=words, outcome="differs", error=_finite(worst.error), detail=detail)
-        if kind == "nonfinite" and not right and self._differs_in_nan(variant, known, results):
-            detail = f"no NaN where the reference's infinities give one: {worst.where}"
+        if kind == "nonfinite" and not right and (how := self._differs_in_nan(variant, known, results)):
+            detail = f"{how}: {worst.where}"
             return Check(kind=kind, inputs=words, outcome="differs", error=_finite(worst.error), detail=detail)
         poisoned = max(_poisoned_share(mine) for mine in results)
         if not right and kind == "graph" and self._charge_stale_graph(variant, results):
@@ -819,18 +841,30 @@ class _Trial:
             detail="" if right else f"{100 * worst.wrong_share:.3g} % of elements; {worst.where}",
         )
 
-    def _differs_in_nan(self, variant: Variant, known: Answer, results: Sequence[torch.Tensor]) -> bool:
-        """Whether results are right but where infinities among the inputs, without any NaN, make the reference's NaN.
+    def _differs_in_nan(self, variant: Variant, known: Answer, results: Sequence[torch.Tensor]) -> str:
+        """How results that are right elsewhere differ in NaN from the answer where they may; empty where they may not.
 
-        torch's own attention has 0 there in some dtypes.
+        Infinities among the inputs, without any NaN, may make the reference's NaN alone: torch's own attention has 0
+        there in some dtypes. A NaN may reach a little more than in the reference, but never less; see `reach_of_nan`.
         """
-        if any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in variant.inputs.tensors):
-            return False
-        filled = [
-            torch.where(exact.isnan(), torch.nan, mine) if mine.is_floating_point() else mine
-            for mine, exact in zip(results, known.exact, strict=True)
-        ]
-        return self._agrees(filled, known, len(known.own))
+        inputs = variant.inputs
+        has_nan = any(tensor.is_floating_point() and bool(tensor.isnan().any()) for tensor in inputs.tensors)
+        filled, added = [], [torch.zeros_like(mine, dtype=torch.bool) for mine in results]
+        for i, (mine, exact) in enumerate(zip(results, known.exact, strict=True)):
+            if mine.is_floating_point():
+                added[i] = mine.isnan() & exact.isfinite()
+                mine = mine if has_nan else torch.where(exact.isnan(), torch.nan, mine)
+            filled.append(mine)
+        if is_spread := any(bool(more.any()) for more in added):
+            reached = reach_of_nan(known, self.task.function, inputs.args, inputs.kwargs)
+            for i, (more, within) in enumerate(zip(added, reached, strict=True)):
+                filled[i] = torch.where(more & within, known.exact[i].to(filled[i].dtype), filled[i])
+        if not self._agrees(filled, known, len(known.own)):
+            return ""
+        if is_spread:
+            share = sum(int(more.sum()) for more in added) / sum(more.numel() for more in added)
+            return f"NaN at {100 * share:.3g} % more of the elements than in the reference"
+        return "no NaN where the reference's infinities give one"
 
     def _look_again(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
         """The result of the last call some time later; None where it stays the same."""
@@ -1121,7 +1155,8 @@ class _Trial:
         try:
             self._time()
         except _RivalEnded as end:
-            self.notes.append(f"The process of the reference ended while times were taken: {end}.")
+            self.untimed = f"The process of the reference ended while times were taken: {end}."
+            self.notes.append(self.untimed)
             return
         if (now := _privileges(self.rival_channel.pid)) != self.rival_privileges:
             before, after = (", ".join(map(str, each)) for each in (self.rival_privileges, now))
@@ -1240,7 +1275,8 @@ class _Trial:
                 if is_late and rounds > LEAST_BLOCKS:
                     break
                 if is_late and (cache == "cold" or self._left() < LEAST_WAIT_S):
-                    self.notes.append(f"The time was up: no times were taken at {_sizes_text(sizes)}.")
+                    self.untimed = f"The time was up: no times were taken at {_sizes_text(sizes)}."
+                    self.notes.append(self.untimed)
                     self._check_kept(sets, calls, kept)
                     self._check_clock(None)
                     return None
@@ -1338,13 +1374,20 @@ class _Trial:
                     self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
 
     def _seconds_of_call(self) -> float:
-        """About what a call takes; on a CPU the time in which it ran, which a busy machine does not lengthen."""
-        before = self.channel.processor_seconds()
-        seconds = self._ask_timed("run", name="candidate", calls=4).seconds / 4
-        after = self.channel.processor_seconds()
-        if self.device.type != "cpu" or before is None or after is None:
-            return seconds
-        return min(seconds, (after[0] - before[0]) / 4)
+        """About what a call takes; on a CPU the time in which it ran, which a busy machine does not lengthen.
+
+        So many calls that the command itself, which takes long on a busy machine, is little of it.
+        """
+        calls = 4
+        while True:
+            before = self.channel.processor_seconds()
+            seconds = self._ask_timed("run", name="candidate", calls=calls).seconds
+            after = self.channel.processor_seconds()
+            if self.device.type == "cpu" and before is not None and after is not None:
+                seconds = min(seconds, after[0] - before[0])
+            if seconds >= CLOCK_RUN_S or calls >= MOST_RUN_CALLS:
+                return seconds / calls
+            calls = min(4 * calls, MOST_RUN_CALLS)
 
     def _check_children(self, calls: int) -> None:
         """Whether processes that it started work while it is called, in each of two runs.
@@ -1405,7 +1448,7 @@ class _Trial:
         self._ask("stage", seed=self.draws.getrandbits(48), calls=2)
         if hot is None:
             hot = self._seconds_of_call()
-        calls = max(2, min(1000, int(CLOCK_RUN_S / max(hot, 1e-6))))
+        calls = max(2, min(MOST_RUN_CALLS, int(CLOCK_RUN_S / max(hot, 1e-6))))
         claimed, passed, empty, ran, enqueue = [], [], [], [], []
         for _ in range(3):
             before = self.channel.processor_seconds()

@@ -36,7 +36,7 @@ CHARGES: Mapping[str, tuple[Fault, str]] = {
     "INPUT_CHANGED": ("wrong", "The call changes an input that the reference leaves as it is."),
     "RESULT_OVERWRITTEN": ("wrong", "A later call changes the result of an earlier one: both share their memory."),
     "RAISED": ("wrong", "The candidate raises an error on the given inputs."),
-    "CRASHED": ("wrong", "The process of the candidate ended."),
+    "CRASHED": ("wrong", "The process of the candidate ended, or its GPU became unusable."),
     "HUNG": ("wrong", "The candidate did not return within the time limit."),
     "OUT_OF_MEMORY": ("wrong", "A call of the candidate allocates more memory than the limit."),
     "MEMORY_ERROR": ("wrong", "compute-sanitizer reports an invalid access or a race."),
@@ -191,6 +191,8 @@ class Judgement(_display.Result):
     environment: Environment
     seconds: Seconds
     """How long the judgement took."""
+    untimed: str = ""
+    """Why times are missing that were asked for: a candidate without charges is not accepted then."""
     schema: int = SCHEMA
 
     @property
@@ -205,8 +207,13 @@ class Judgement(_display.Result):
 
     @property
     def is_accepted(self) -> bool:
-        """Whether there is no charge."""
-        return not self.charges
+        """Whether there is no charge, and all was done that could have led to one."""
+        return not self.charges and not self.untimed
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether there is no charge, and times are missing: what shows in timed calls alone was not looked for."""
+        return not self.charges and bool(self.untimed)
 
     @property
     def refusals(self) -> tuple[Check, ...]:
@@ -219,7 +226,8 @@ class Judgement(_display.Result):
         return tuple(speed.speedup for speed in self.speeds if speed.speedup is not None)
 
     def __repr__(self) -> str:
-        verdict = "accepted" if self.is_accepted else ", ".join(charge.name for charge in self.charges)
+        verdict = ", ".join(charge.name for charge in self.charges)
+        verdict = verdict or ("undecided" if self.is_undecided else "accepted")
         speed = f", {significant(geometric_mean(self.speedups))} x as fast" if self.speedups else ""
         return _display.headline(f"Judgement of {self.candidate}: {verdict}{speed}")
 
@@ -247,6 +255,12 @@ class SuiteJudgement(_display.Result):
     def is_accepted(self) -> bool:
         """Whether every candidate was judged and has no charge."""
         return not self.failures and all(judgement.is_accepted for judgement in self.judgements)
+
+    @property
+    def is_undecided(self) -> bool:
+        """Whether nothing was rejected, and something is undecided."""
+        accepted = all(judgement.is_accepted or judgement.is_undecided for judgement in self.judgements)
+        return not self.failures and accepted and not self.is_accepted
 
     @property
     def speedups(self) -> tuple[float, ...]:

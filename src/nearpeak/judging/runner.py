@@ -452,6 +452,16 @@ class Runner:
         if self.instrument is not None:
             self.instrument.synchronize()
 
+    def is_device_lost(self) -> bool:
+        """Whether nothing runs on the device any more, as after an illegal address; other errors are reported once."""
+        with contextlib.suppress(Exception):
+            self.synchronize()
+        try:
+            self.synchronize()
+        except Exception:
+            return True
+        return False
+
     # What the judge can ask for.
 
     def do_import(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -1218,7 +1228,11 @@ def _obey(runner: Runner, message: dict[str, Any]) -> dict[str, Any]:
         raise
     except BaseException as error:  # an exit too: what the candidate raises is for the judge to name
         cause = error.__cause__ or error
-        return {"error": describe_error(cause), "kind": type(cause).__name__}
+        return {
+            "error": describe_error(cause),
+            "kind": type(cause).__name__,
+            "device_lost": runner.is_device_lost(),
+        }
 
 
 def serve(descriptor: int) -> None:

@@ -138,7 +138,7 @@ def without_nonfinite(known: Answer, function: Callable[..., Any], args: Any, kw
             if not tensor.is_floating_point():
                 return tensor
             plain = tensor.detach()
-            return torch.where(plain.isfinite(), plain, value).requires_grad_(tensor.requires_grad)
+            return torch.where(plain.isfinite(), plain, value * _counting(plain)).requires_grad_(tensor.requires_grad)
 
         tree = wide(map_tensors((args, kwargs), clean))
         return _run(function, tree[0], tree[1], None, None, known.mutated)[0]
@@ -149,6 +149,61 @@ def without_nonfinite(known: Answer, function: Callable[..., Any], args: Any, kw
         is_free = ~old.double().isfinite() & (a == b) if old.is_floating_point() else torch.zeros_like(old).bool()
         exact.append(torch.where(is_free, a.to(old.dtype), old))
     return replace(known, exact=exact)
+
+
+def reach_of_nan(known: Answer, function: Callable[..., Any], args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Of each result, where a candidate may have NaN because the reference has some: a mask for each.
+
+    A kernel may multiply a NaN by a weight of zero: where a mask is added to scores, or a scan is a product with a
+    triangular matrix. Such a NaN reaches elements that share an input of its tensor with one that is NaN in the
+    reference, and no others: another row of a softmax shares none. What is reached along most of a line is reached
+    along all of it, since the first row of a causal attention has one weight, which is 1 whatever its key is.
+    """
+    sources: list[torch.Tensor] = []
+
+    def source(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
+            return tensor
+        sources.append(torch.nan_to_num(tensor, 0.5, 0.5, 0.5).requires_grad_())
+        return sources[-1].clone()
+
+    unreached = [torch.zeros_like(exact, dtype=torch.bool) for exact in known.exact]
+    plain = wide((args, kwargs))
+    try:
+        with torch.enable_grad():
+            tree = map_tensors(plain, source)
+            results = tensors_in(function(*tree[0], **tree[1]))
+            results += [tensors_in(tree)[i] for i in known.mutated]
+            total = sum(
+                (result * exact.isnan() * _counting(result)).sum()
+                for result, exact in zip(results, known.exact, strict=True)
+                if result.is_floating_point() and result.requires_grad
+            )
+            gradients = torch.autograd.grad(total, sources, allow_unused=True)  # type: ignore[arg-type]
+        moved = iter(
+            torch.where(gradient != 0, _counting(values) - 1.5 * values, values) if gradient is not None else values
+            for values, gradient in zip((each.detach() for each in sources), gradients, strict=True)
+        )
+        others = map_tensors(
+            plain, lambda t: next(moved) if t.is_floating_point() and not bool(t.isfinite().all()) else t
+        )
+        changed, _ = _run(function, others[0], others[1], None, None, known.mutated)
+    except Exception:  # it cannot be differentiated: nothing more than the reference's NaN is allowed
+        return unreached
+    reached = [
+        (a.detach() != b) | exact.isnan() if exact.is_floating_point() else none
+        for a, b, exact, none in zip(results, changed, known.exact, unreached, strict=True)
+    ]
+    for i, mask in enumerate(reached):
+        for dim in range(mask.dim()):
+            reached[i] = reached[i] | (mask.double().mean(dim, keepdim=True) > 0.5)
+    return reached
+
+
+def _counting(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers that differ from neighbor to neighbor: functions may ignore what is added to all elements."""
+    numbers = torch.arange(tensor.numel(), device=tensor.device) % 7 + 1
+    return numbers.reshape(tensor.shape).to(tensor.dtype)
 
 
 def _run(

@@ -321,6 +321,17 @@ def value_variants(
     def spikes(tensor: torch.Tensor) -> torch.Tensor:
         return torch.where(pick(tensor, 0.02), tensor * 30, tensor * 0.01)
 
+    def huge(tensor: torch.Tensor) -> torch.Tensor:
+        new = tensor.clone()
+        if tensor.dim() and tensor.numel():
+            row = new[tuple(draws.randrange(size) for size in tensor.shape[:-1])]
+            size = min(3e4, math.sqrt(torch.finfo(tensor.dtype).max))
+            for column, value in zip(
+                draws.sample(range(len(row)), min(2, len(row))), (size, 2 / 3 * size), strict=False
+            ):
+                row[column] = value
+        return new
+
     changes: dict[str, tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = {
         "offset": ("values", lambda t: t + 8 * t.float().std().to(t.dtype) if t.numel() > 1 else t),
         "large values": ("range", lambda t: t * (200 / max(1e-6, float(t.abs().max()))) if t.numel() else t),
@@ -330,6 +341,7 @@ def value_variants(
         "spikes": ("spikes", spikes),
         "a dominant row": ("spikes", lambda t: line(t, 0)),
         "a dominant column": ("spikes", lambda t: line(t, -1)),
+        "two huge elements in a row": ("range", huge),
     }
     for words, (kind, change) in changes.items():
         if only is not None and words not in only:

@@ -96,14 +96,15 @@ def nearpeak_bench(request: pytest.FixtureRequest) -> Callable[..., Timing]:
 
 @pytest.fixture
 def nearpeak_judge() -> Callable[..., Judgement]:
-    """`nearpeak_judge("kernel.py:fn", against="reference.py:fn")` is `nearpeak.judge`; a charge fails the test."""
+    """`nearpeak_judge("kernel.py:fn", against="reference.py:fn")` is `nearpeak.judge`; it fails unless accepted."""
     judge: Callable[..., Judgement] = import_module("nearpeak.judging.judge").judge
 
     def judged(candidate: str, **options: Any) -> Judgement:
         judgement = judge(candidate, **options)
         if not judgement.is_accepted:
             charges = "\n".join(f"{each.name}: {each.meaning} Seen: {each.evidence}." for each in judgement.charges)
-            pytest.fail(printable(f"{candidate} is rejected.\n{charges}"), pytrace=False)
+            reason = f"is undecided. {judgement.untimed}" if judgement.is_undecided else f"is rejected.\n{charges}"
+            pytest.fail(printable(f"{candidate} {reason}"), pytrace=False)
         return judgement
 
     return judged

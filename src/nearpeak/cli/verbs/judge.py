@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             result = judge(arguments.candidate, against=arguments.against, **options)
     _show(result, document_of(result), arguments)
-    return 0 if result.is_accepted else 1
+    return 0 if result.is_accepted else 3 if result.is_undecided else 1
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:

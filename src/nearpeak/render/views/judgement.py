@@ -55,9 +55,11 @@ def document(judgement: Judgement) -> Document:
 
 
 def verdict(judgement: Judgement) -> str:
-    """ "accepted", or "rejected" with the reason."""
+    """ "accepted", "undecided", or "rejected" with the reason."""
     if judgement.is_accepted:
         return "ACCEPTED, right and honest"
+    if judgement.is_undecided:
+        return "UNDECIDED, times are missing"
     faults = [] if judgement.is_right else ["wrong"]
     faults += [] if judgement.is_honest else ["dishonest"]
     return f"REJECTED, {' and '.join(faults)}"
@@ -67,6 +69,9 @@ def _parts(judgement: Judgement) -> Iterator[Block]:
     for charge in judgement.charges:
         text = f"{charge.name} ({charge.fault}). {charge.meaning} Seen: {charge.evidence}."
         yield Paragraph(text=text, kind="bad", accent=(charge.name, "red"))
+    if judgement.is_undecided:
+        text = f"UNDECIDED. {judgement.untimed} Whether it is honest in timed calls was not checked."
+        yield Paragraph(text=text, kind="bad", accent=("UNDECIDED", "red"))
     yield Facts(facts=tuple(_facts(judgement)), width=LABEL)
     if judgement.speeds:
         yield Section(id="speed", title="How fast", blocks=tuple(_speed_blocks(judgement)), is_titled=True)
@@ -94,7 +99,8 @@ def _facts(judgement: Judgement) -> Iterator[Fact]:
     if refused:
         right += f", {refused} refused: the candidate raises an error there, and the reference does not"
     yield Fact(label="right", text=f"{'yes' if judgement.is_right else 'NO'}; {right}")
-    yield Fact(label="honest", text="yes" if judgement.is_honest else "NO")
+    honest = "not known" if judgement.is_undecided else "yes" if judgement.is_honest else "NO"
+    yield Fact(label="honest", text=honest)
     if judgement.deterministic is not None:
         same = "the same bits at repeated calls" if judgement.deterministic else "other bits at repeated calls"
         yield Fact(label="deterministic", text=same)
@@ -243,7 +249,7 @@ def suite_document(suite: SuiteJudgement) -> Document:
     rows = tuple(
         (
             judgement.candidate,
-            "accepted" if judgement.is_accepted else "REJECTED",
+            "accepted" if judgement.is_accepted else "undecided" if judgement.is_undecided else "REJECTED",
             significant(geometric_mean(judgement.speedups)) if judgement.speedups else "-",
             ", ".join(charge.name for charge in judgement.charges) or "-",
         )
