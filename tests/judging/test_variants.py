@@ -65,6 +65,27 @@ def test_a_row_has_two_elements_beyond_where_code_clamps(tmp_path, dtype):
     assert x.max() > (2e4 if dtype != "float16" else 250)
 
 
+@pytest.mark.parametrize(("dtype", "is_scaled"), [("float16", True), ("bfloat16", False)])
+def test_values_in_half_do_not_overflow_inside_of_the_reference(tmp_path, dtype, is_scaled):
+    source = f"""
+import torch
+
+def gelu_of_product(a, b):
+    return torch.nn.functional.gelu(a @ b)
+
+def inputs(rows=32, depth=512):
+    return torch.randn(rows, depth).to(torch.{dtype}), torch.randn(depth, rows).to(torch.{dtype})
+"""
+    (tmp_path / "product.py").write_text(source, encoding="utf-8")
+    made = Task(f"{tmp_path / 'product.py'}:gelu_of_product", None, torch.device("cpu"))
+    for variant in value_variants(made, made.draw(3), random.Random(1)):
+        if variant.kind not in ("nonfinite", "infinity"):
+            a, b = variant.inputs.tensors
+            assert not is_scaled or ((2 * a.float()) @ (2 * b.float())).abs().max() < 65600, variant.words
+        if variant.words == "large values":
+            assert (a.abs().max() < 190) == is_scaled
+
+
 def test_probabilities_stay_probabilities(tmp_path):
     made = task(tmp_path, PARAMETERS.replace("torch.randn(columns)", "torch.rand(columns)"))
     for variant in value_variants(made, made.draw(3), random.Random(1)):

@@ -24,6 +24,7 @@ from nearpeak.measure.case import case_errors, load
 
 INPUT_NAMES = ("inputs", "get_inputs", "make_inputs", "generate_input")
 """Functions of the reference's file that draw its inputs, the first that there is."""
+MOST_HALVINGS = 16
 SMALL_ELEMENTS = 1 << 15
 """Elements of the largest tensor of a variant that only its values, strides or sizes make interesting."""
 
@@ -143,6 +144,15 @@ class Task:
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self.device).requires_grad_(tensor.requires_grad)
+
+    def is_finite(self, inputs: Inputs) -> bool:
+        """Whether the reference runs on these inputs, and its results are finite."""
+        try:
+            copies = inputs.changed(lambda tensor: tensor.clone())
+            results = tensors_in(self.function(*copies.args, **copies.kwargs))
+            return all(bool(tensor.isfinite().all()) for tensor in (*results, *copies.tensors))
+        except Exception:  # as in `accepts`
+            return False
 
     def accepts(self, inputs: Inputs) -> bool:
         """Whether the reference runs on these inputs."""
@@ -389,8 +399,25 @@ def _accepted_values(
     task: Task, inputs: Inputs, words: str, kind: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[Variant]:
     new = inputs.changed(change)
+    if kind not in ("nonfinite", "infinity"):
+        new = _within_range(task, new)
     if task.accepts(new):
         yield Variant(kind=kind, words=words, inputs=new)
+
+
+def _within_range(task: Task, inputs: Inputs) -> Inputs:
+    """The inputs, halved until the reference does not overflow in float16, nor would for twice as large values.
+
+    Whether what is inside of a function overflows near the limit depends on the order of sums.
+    """
+    if all(tensor.dtype != torch.float16 for tensor in inputs.tensors):
+        return inputs
+    smaller = inputs
+    for _ in range(MOST_HALVINGS):
+        if task.is_finite(smaller.changed(_on_free_floats(lambda t: 2 * t))):
+            return smaller
+        smaller = smaller.changed(_on_free_floats(lambda t: 0.5 * t))
+    return inputs
 
 
 def stride_variants(task: Task, inputs: Inputs, only: Sequence[str] | None = None) -> Iterator[Variant]:
