@@ -2,12 +2,12 @@
 
 A small Llama is written the way that papers write formulas: one operation after the other. A profile says where the
 time of a training step goes and names wastes with what each would save; the fixes that it names are put in; and the
-two steps are timed against each other in turns. What was foretold stands beside what was gained.
+two steps are timed against each other in turns. The table compares what the profile predicted with what was gained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,7 +159,7 @@ def example(context: Context) -> Iterator[Part]:
     if context.measures:
         yield from _measured(context, sizes)
     else:
-        yield from _foretold(context, sizes)
+        yield from _predicted(context, sizes)
 
 
 def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
@@ -196,7 +196,11 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
     quick = training_step(context, sizes, frozenset(finding.rule for finding in done))
     context.progress("a profile of the step with the fixes in")
     after = nearpeak.profile(quick, on=context.machine)
-    yield _waterfalls({"as written": before, "with the fixes": after})
+    waterfalls = {
+        name: {part.name: part.seconds for part in profile.waterfall.parts}
+        for name, profile in (("as written", before), ("with the fixes", after))
+    }
+    yield stacked_waterfalls(waterfalls, "The step before and after, by parts of its wall time")
     context.progress("both in turns")
     kind = "pipelined" if context.gpu else "auto"  # the wall time with steps in flight, as in training
     proof = nearpeak.compare(slow, quick, names=("as written", "with the fixes"), max_seconds=2.0, kind=kind)
@@ -209,7 +213,7 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
         low=0.5,
         high=1.5,
     )
-    yield prediction_table("Foretold and gained", [row], unit="%")
+    yield prediction_table("Predicted and measured", [row], unit="%")
     yield from prose(
         f"The proof: in {proof.pairs} pairs of runs in random order the step with the fixes takes {proof.ratio:.2f}"
         f" times as long as the one without, between {proof.low:.2f} and {proof.high:.2f} with {proof.confidence:.0%}"
@@ -223,20 +227,19 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
         )
 
 
-def _waterfalls(profiles: dict[str, nearpeak.Profile]) -> StackedBars:
-    """Where the wall time goes; parts of less than a hundredth are one."""
-    least = 0.01 * max(one.wall_s for one in profiles.values())
-    parts = [part for one in profiles.values() for part in one.waterfall.parts]
-    large = list(dict.fromkeys(part.name for part in parts if part.seconds >= least))
+def stacked_waterfalls(waterfalls: Mapping[str, Mapping[str, float]], title: str) -> StackedBars:
+    """Seconds by part of the wall time, a bar for each waterfall; parts of less than a hundredth are one."""
+    least = 0.01 * max(sum(parts.values()) for parts in waterfalls.values())
+    large = list(dict.fromkeys(name for parts in waterfalls.values() for name in parts if parts[name] >= least))
     bars = []
-    for name, one in profiles.items():
-        pieces = {part.name: part.seconds for part in one.waterfall.parts}
-        rest = sum(value for part, value in pieces.items() if part not in large)
-        bars.append(Bar(name=name, pieces=(*((part, pieces[part]) for part in large), ("rest", rest))))
-    return StackedBars(title="The step before and after, by parts of its wall time", bars=tuple(bars))
+    for name, parts in waterfalls.items():
+        rest = sum(value for part, value in parts.items() if part not in large)
+        pieces = (*((part, parts.get(part, 0.0)) for part in large), ("rest", rest))
+        bars.append(Bar(name=name, pieces=pieces))
+    return StackedBars(title=title, bars=tuple(bars))
 
 
-def _foretold(context: Context, sizes: Sizes) -> Iterator[Part]:
+def _predicted(context: Context, sizes: Sizes) -> Iterator[Part]:
     everything = frozenset(FIXES)
     written = context.predict(training_step(context, sizes))
     rows = [Prediction(what="as written", predicted=written, measured=None)]
