@@ -41,13 +41,24 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_thin_products_in_place_of_the_sum(way):
-    step = of(WAYS[way])
+@pytest.mark.parametrize("rows", [4096, 2048], ids=["more rows", "as many rows as columns"])
+def test_thin_products_in_place_of_the_sum(way, rows):
+    step = of(WAYS[way], rows=rows)
     (finding,) = found_in(step, NAME)
     gone = [step.ops[index] for index in finding.ops]
-    assert sum(op.phase == "backward" and op.inputs[0].shape == (2048, 4096) for op in gone) == 1
+    products = [op for op in gone if op.phase == "backward" and op.packet == "aten.mm"]
+    assert sum(op.inputs[1].shape == (rows, 2048) == op.inputs[0].shape[::-1] for op in products) == 1
     assert any(op.packet in ("aten.add", "aten.addmm") and op.phase == "forward" for op in gone)
     assert "rank 8" in finding.title
+
+
+def test_a_product_by_einsum():
+    def build():
+        weight, x = torch.randn(2048, 2048, device="cuda"), torch.randn(16, 256, 2048, device="cuda")
+        up, down = (torch.randn(*shape, device="cuda", requires_grad=True) for shape in ((2048, 4), (4, 2048)))
+        return lambda: torch.einsum("bti,oi->bto", x, weight + up @ down).square().sum().backward()
+
+    assert found_in(examined(build), NAME)
 
 
 @pytest.mark.parametrize(

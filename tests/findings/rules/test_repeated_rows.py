@@ -1,5 +1,7 @@
 """Which layers run on rows that are there several times, and what is left of them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from gpu_steps import examined, found_in
@@ -75,6 +77,28 @@ def test_layers_on_repeated_rows(way, trains):
 )
 def test_rows_that_differ(compute):
     assert not found_in(of(compute), NAME)
+
+
+def test_the_line_is_where_the_repeated_rows_enter_the_model():
+    def build():
+        model, head = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), nn.Linear(512, 4)
+        x = torch.randn(1024, 512)
+
+        def embedded(rows):
+            hidden = model[0](rows)
+            return model[1](hidden)
+
+        @torch.no_grad()
+        def step():
+            rows = x.repeat_interleave(8, dim=0)
+            hidden = embedded(rows)  # here
+            return head(hidden + torch.randn_like(hidden))
+
+        return step
+
+    (finding,) = found_in(examined(build, live=True), NAME)
+    lines = Path(__file__).read_text().splitlines()
+    assert finding.source == f"test_repeated_rows.py:{next(n for n, text in enumerate(lines, 1) if '# here' in text)}"
 
 
 def test_the_state_of_an_lstm_and_its_last_result_are_repeated_instead():

@@ -12,8 +12,8 @@ from nearpeak.ops.cost import Access
 from nearpeak.ops.tensor import Tensor
 from nearpeak.units import seconds
 
-_PRODUCTS = {"aten.mm": ("self", "mat2"), "aten.addmm": ("mat1", "mat2")}
-"""Products of rows with a weight, and the names of these arguments."""
+_PRODUCTS = {"aten.mm": ("self", "mat2"), "aten.addmm": ("mat1", "mat2"), "aten.bmm": ("self", "mat2")}
+"""Products of rows with a weight, and the names of these arguments; `einsum` makes a batch of one."""
 _COPIES = ("aten._to_copy", "aten.clone")
 _SCALES = (*_COPIES, "aten.mul", "aten.div", "aten.mul_", "aten.div_")
 _SUMS = ("aten.add", "aten.add_", "aten.sub")
@@ -37,7 +37,12 @@ class _Merged:
 def merged_adapter(step: Step) -> Iterator[Waste]:
     """Products of two thin matrices that are added to a weight which is not trained, and are trained themselves."""
     for index, op in enumerate(step.ops):
-        if op.packet not in _PRODUCTS or op.phase != "forward" or op.recomputed or not step.derivatives.get(index):
+        if (
+            op.packet not in ("aten.mm", "aten.addmm")
+            or op.phase != "forward"
+            or op.recomputed
+            or not step.derivatives.get(index)
+        ):
             continue
         merged = _merged(step, index)
         backward = None if merged is None else _backward(step, merged)
@@ -54,9 +59,9 @@ def merged_adapter(step: Step) -> Iterator[Waste]:
             title=f"An adapter of rank {rank} is multiplied out and added to its weight in every step.",
             op=merged.written[-1],
             gains={member: step.time(member) * remains for member in gone},
-            evidence=f"{len(merged.written)} ops write {outputs} x {inputs} for the sum, in "
-            f"{seconds(step.seconds(merged.written))}; in backward the gradient of the whole weight is computed in "
-            f"{seconds(step.seconds(weights))}, of which the factors with {rank} rows and columns are left.",
+            evidence=f"The sum, {outputs} x {inputs}, is written in {seconds(step.seconds(merged.written))}. In "
+            f"backward, the gradient of the whole weight takes {seconds(step.seconds(weights))}, and nothing but the "
+            "factors reads it.",
             reasoning="Rows times one factor, times the other, added to rows times the weight, take "
             f"{seconds(thin_s)} with their gradients; the gradient of the weight goes.",
             remedy="y = F.linear(x, weight) + scale * F.linear(F.linear(x, a), b)  # in training; merged once for "
@@ -101,15 +106,16 @@ def _is_weight_of(step: Step, reader: int, index: int) -> bool:
         return False
     rows, weight = (op.tensor(name) for name in _PRODUCTS[op.packet])
     storages = step.flow.written_by[index]
-    return weight.storage in storages and rows.storage not in storages
+    return weight.storage in storages and rows.storage not in storages and (len(rows.shape) == 2 or rows.shape[0] == 1)
 
 
 def _backward(step: Step, merged: _Merged) -> list[int] | None:
     """The ops that go of the backward pass; None if something else reads the gradient of the weight: it is trained."""
     size = step.ops[merged.product].outputs[0].elements
-    whole = [
+    whole = [index for reader in merged.readers for index in _gradients(step, reader)[0]]
+    whole += [
         index
-        for behind in (*merged.readers, *merged.casts, *merged.written[1:])
+        for behind in (*merged.casts, *merged.written[1:])
         for index in step.derivatives.get(behind, ())
         if step.ops[index].written and step.ops[index].written[0].elements == size and step.time(index)
     ]
@@ -122,21 +128,27 @@ def _backward(step: Step, merged: _Merged) -> list[int] | None:
     return gone
 
 
+def _gradients(step: Step, reader: int) -> tuple[list[int], list[int]]:
+    """The products of the backward pass of a product that read the rows, for the gradient of the weight; and others."""
+    rows = step.ops[reader].tensor(_PRODUCTS[step.ops[reader].packet][0])
+    products = [index for index in step.derivatives.get(reader, ()) if step.ops[index].packet in _PRODUCTS]
+    of_weight = [index for index in products if rows.storage in step.flow.read_by[index]]
+    return of_weight, [index for index in products if index not in of_weight]
+
+
 def _thin_seconds(step: Step, reader: int, weight: Tensor, rank: int) -> float:
     """What the products with the factors take in place of one with the sum, forward and backward."""
     op = step.ops[reader]
     rows, (outputs, inputs) = op.tensor(_PRODUCTS[op.packet][0]), weight.shape
-    if rows.shape[1] != inputs:
+    if rows.shape[-1] != inputs:
         outputs, inputs = inputs, outputs
-    count, dtype = rows.shape[0], op.outputs[0].dtype
+    count, dtype = rows.shape[-2], op.outputs[0].dtype
     sizes = [(count, rank, inputs), (count, outputs, rank)]
     sizes += [(count, rank, outputs), (outputs, rank, count), (rank, inputs, count)]
     added = [op.outputs[0]]
-    for index in step.derivatives.get(reader, ()):
-        made = step.ops[index].outputs[0]
-        if made.shape == rows.shape and made.elements != weight.elements:  # the rows have a gradient too
-            sizes.append((count, inputs, rank))
-            added.append(made)
+    for index in _gradients(step, reader)[1]:
+        sizes.append((count, inputs, rank))
+        added.append(step.ops[index].outputs[0])
     products_s = sum(step.expected(gemm_op(1, m, n, k, dtype=dtype, tf32=op.tf32_products)) or 0.0 for m, n, k in sizes)
     return products_s + sum(_addition_seconds(step, tensor) for tensor in added)
 

@@ -99,6 +99,7 @@ def _waste(step: Step, group: _Group) -> Waste | None:
     return Waste(
         title=f"Rows that are repeated {times:,} times go through layers, each with the same result.",
         op=largest,
+        source=step.line_of_all([*inside, *(i for i in gains if step.ops[i].phase == "backward")], largest),
         gains=gains,
         gone=gone if repeat_s == 0.0 else (),
         evidence=f"{step.ops[source].packet} at {step.ops[source].place} writes {shape_text(table.shape)}, in which "
