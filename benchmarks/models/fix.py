@@ -10,9 +10,9 @@ Each model has random weights in bfloat16 and a step of forward, backward and Ad
 replaces functions of `transformers` for the whole process, so that its steps run in a process of their own; the others
 run in turns on one model. Peak memory is that of torch's allocator over two steps. `liger_kernel` is left out where it
 is not installed. `by_hand` has the steps by hand, with all kernels that fit; `--profiles` saves what nearpeak says of
-them. `--decode` generates tokens with a model of 28 layers, in bfloat16 for the time and in float32 for the
-tokens, which must be the same. `--train` compares the losses of training steps with those under other orders of the
-same batches, and steps after `undo` with those of a model that was never fixed.
+them and of the fixed steps. `--decode` generates tokens with a model of 28 layers, in bfloat16 for the time and in
+float32 for the tokens, which must be the same. `--train` compares the losses of training steps with those under other
+orders of the same batches, and steps after `undo` with those of a model that was never fixed.
 """
 
 from __future__ import annotations
@@ -183,6 +183,8 @@ def run_model(
         if device == "cuda":
             torch.cuda.empty_cache()
         row["fixed"] = measure(program.step)
+        if profiles is not None:
+            nearpeak.profile(program.step).save(profiles / f"fixed_{name}.json.gz")
         fixed.undo()
         row["undone"] = measure(program.step, 1)
     if "compiled" in ways:
@@ -333,7 +335,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=4, help="orders of the batches for --train as it is")
     parser.add_argument("--only", default="all", help="ids of the fixes for --train")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--profiles", type=Path, help="a folder for profiles of the steps by hand")
+    parser.add_argument("--profiles", type=Path, help="a folder for profiles of fixed steps and of those by hand")
     parser.add_argument("--show", type=Path, help="print the table of an earlier run")
     parser.add_argument("--liger", choices=MODELS, help="run this model with Liger alone, and print JSON")
     arguments = parser.parse_args()
