@@ -604,6 +604,14 @@ def test_the_first_of_the_turns_need_not_be_measured_again(monkeypatch):
     assert report.speed.ratio == 0.9
 
 
+def test_a_fused_optimizer_of_channels_last_weights_is_right(faster):
+    model, images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)), torch.randn(2, 3, 8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    ids = ["channels-last", "fused-optimizer"]
+    report = nearpeak.fix(model, images, optimizer=optimizer, only=ids).report
+    assert [(each.id, each.status, each.why) for each in report.fixes] == [(id, "kept", "") for id in ids]
+
+
 def test_a_fix_of_the_same_place_is_tried_when_the_first_one_is_not_faster(monkeypatch):
     """A foreach optimizer, where a fused one does not help."""
     verdicts = iter([1.3, 0.5])

@@ -1102,7 +1102,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, edits: Edits) -> list[Err
     chosen = [_one_of_each_size(group["params"]) for group in optimizer.param_groups]
     generator = torch.Generator().manual_seed(0)
     start = [each.detach().clone() for group in chosen for each in group]
-    drawn = [torch.randn(each.shape, generator=generator).to(each.device, each.dtype) * 1e-2 for each in start]
+    # in the layout of the parameter, as autograd writes gradients: fused kernels read all alike
+    drawn = [torch.empty_like(each).copy_(torch.randn(each.shape, generator=generator) * 1e-2) for each in start]
 
     def moved(wide: bool) -> Tensor:
         with _with_copies(optimizer, chosen, wide=wide) as copies, preserve_optimizer(optimizer):
