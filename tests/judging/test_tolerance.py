@@ -135,6 +135,20 @@ def test_nan_may_reach_the_whole_row_of_a_scan_and_nothing_of_what_has_no_gradie
         assert reached[2].all() == bool(rows) and int(reached.any(-1).sum()) == rows
 
 
+def test_the_reach_of_nan_is_found_for_functions_that_change_their_inputs():
+    def add(x, y):
+        y += 1
+        x += y.cumsum(-1)
+
+    x, y = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    y[2, 3] = torch.nan
+    before = x.clone(), y.clone()
+    known = answer(add, [x, y], {})
+    reached = reach_of_nan(known, add, [x, y], {})
+    assert all(mask[2].all() and int(mask.any(-1).sum()) == 1 for mask in reached)
+    assert torch.equal(x, before[0]) and torch.equal(y.nan_to_num(), before[1].nan_to_num())
+
+
 def test_an_overflow_of_the_reference_is_not_asked_for():
     x = torch.full((4, 64), 300.0).half()
     result = compared(lambda x: (x * x).sum(-1), lambda x: torch.full((4,), float("inf")).half(), x)

@@ -1297,7 +1297,7 @@ class _Trial:
         self._check_started(series)
         hot = {name: median([block["seconds"] for block in series[name, "hot"]]) for name in names}
         timings = {name: self._timing(name, series[name, "cold"]) for name in names}
-        enqueue = self._check_clock(timings["candidate"], hot["candidate"])
+        enqueue = self._check_clock(timings["candidate"])
         if self.device.type != "cpu":
             self._check_streams()
         compared = []
@@ -1443,12 +1443,11 @@ class _Trial:
             environment=_environment(self._instrument()),
         )
 
-    def _check_clock(self, timing: Timing | None, hot: float | None = None) -> float | None:
+    def _check_clock(self, timing: Timing | None) -> float | None:
         """Calls in a row on the clock of this process, also where no times were taken; the host time on a GPU."""
         self._ask("stage", seed=self.draws.getrandbits(48), calls=2)
-        if hot is None:
-            hot = self._seconds_of_call()
-        calls = max(2, min(MOST_RUN_CALLS, int(CLOCK_RUN_S / max(hot, 1e-6))))
+        seconds = self._seconds_of_call()
+        calls = max(2, min(MOST_RUN_CALLS, int(CLOCK_RUN_S / max(seconds, 1e-6))))
         claimed, passed, empty, ran, enqueue = [], [], [], [], []
         for _ in range(3):
             before = self.channel.processor_seconds()
@@ -1460,7 +1459,7 @@ class _Trial:
             passed.append(reply.seconds)
             empty.append(self._ask_timed("run", name="candidate", calls=0).seconds)
         if self.channel.has_children():
-            self._check_children(max(2, min(1000, int(CHILD_RUN_S / max(hot, 1e-6)))))
+            self._check_children(max(2, min(1000, int(CHILD_RUN_S / max(seconds, 1e-6)))))
         seen = min(passed) - min(empty)
         if self.device.type == "cpu":
             # Where other programs run, a process waits for its turn: only the time that it ran speaks against it.

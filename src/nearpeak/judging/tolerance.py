@@ -163,9 +163,9 @@ def reach_of_nan(known: Answer, function: Callable[..., Any], args: Any, kwargs:
 
     def source(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or bool(tensor.isfinite().all()):
-            return tensor
-        sources.append(torch.nan_to_num(tensor, 0.5, 0.5, 0.5).requires_grad_())
-        return sources[-1].clone()
+            return tensor.detach().clone()
+        sources.append(torch.nan_to_num(tensor.detach(), 0.5, 0.5, 0.5).requires_grad_())
+        return sources[-1].clone()  # which the function may change
 
     unreached = [torch.zeros_like(exact, dtype=torch.bool) for exact in known.exact]
     plain = wide((args, kwargs))
