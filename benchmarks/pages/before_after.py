@@ -4,7 +4,7 @@
     python -m benchmarks.pages.before_after --show benchmarks/results/before_after_h200.json
 
 The model is one of `benchmarks.models.fix`. The step is profiled, the model is fixed, and the same step is profiled
-again. `--show` draws docs/images/before_after.svg and prints the sentence below it.
+again. `--show` draws docs/images/before_after.svg and writes it into README.md, with the sentence below it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import datetime
 import gc
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from nearpeak.gallery import pages
 from nearpeak.gallery.examples.optimization import stacked_waterfalls
 from nearpeak.units import seconds
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "before_after.svg"
+ROOT = Path(__file__).resolve().parents[2]
+PICTURE = ROOT / "docs" / "images" / "before_after.svg"
+BEFORE, AFTER = "<!-- before and after -->\n", "<!-- end of before and after -->\n"
 
 
 def run(name: str, device: str, small: bool, without: list[str]) -> dict[str, Any]:
@@ -31,6 +34,7 @@ def run(name: str, device: str, small: bool, without: list[str]) -> dict[str, An
     from benchmarks.models.fix import Program  # transformers takes seconds to import, and drawing needs none of it
 
     program = Program(name, device, small)
+    parameters = sum(each.numel() for each in program.model.parameters())
     before = nearpeak.profile(program.step)
     fixed = nearpeak.fix(
         program.model,
@@ -46,7 +50,7 @@ def run(name: str, device: str, small: bool, without: list[str]) -> dict[str, An
         torch.cuda.empty_cache()
     after = nearpeak.profile(program.step)
     return {
-        "model": name,
+        "title": f"{type(program.model).__name__} ({parameters / 1e9:.2g} B parameters)",
         "machine": nearpeak.machine().name,
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -58,16 +62,19 @@ def run(name: str, device: str, small: bool, without: list[str]) -> dict[str, An
     }
 
 
-def show(result: dict[str, Any], picture: Path) -> str:
-    """Draws the picture, and returns the sentence below it."""
+def show(result: dict[str, Any]) -> str:
+    """Draws the picture, and returns it as Markdown, with a sentence below it."""
     waterfalls = {name: {part: value for part, value in parts} for name, parts in result["profiles"].items()}
-    title = f"A training step of {result['model']} on {result['machine']}, by parts of its wall time"
-    picture.write_text(pages.picture(stacked_waterfalls(waterfalls, title)), encoding="utf-8")
-    before, after = (sum(parts.values()) for parts in waterfalls.values())
-    return (
-        f"{result['model']} on {result['machine']}, torch {result['torch']}, {result['date']}: {seconds(before)} a step"
-        f" as it is, {seconds(after)} after `nearpeak fix` (kept: {', '.join(result['kept']) or 'nothing'})"
+    title = f"A training step of {result['title']} on {result['machine']}"
+    PICTURE.write_text(pages.picture(stacked_waterfalls(waterfalls, title)), encoding="utf-8")
+    before, after = (seconds(sum(parts.values())) for parts in waterfalls.values())
+    date = datetime.date.fromisoformat(result["date"])
+    sentence = (
+        f"A training step of {result['title']} on an {result['machine']}, before and after [`nearpeak fix`](docs/fix.md)"
+        f" (`python -m benchmarks.pages.before_after`, torch {result['torch']}, {date.day} {date:%B %Y})."
     )
+    picture = f"![{before} by parts of the wall time, and {after} after the fix]({PICTURE.relative_to(ROOT)})"
+    return f"{picture}\n\n{textwrap.fill(sentence, 120, break_on_hyphens=False)}\n"
 
 
 def main() -> None:
@@ -77,10 +84,12 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a tiny configuration, to try this on a CPU")
     parser.add_argument("--json", type=Path, help="where the result is written")
     parser.add_argument("--show", type=Path, help="draws a result that was written before")
-    parser.add_argument("-o", type=Path, default=PICTURE, dest="picture", help="where --show draws")
     arguments = parser.parse_args()
     if arguments.show is not None:
-        print(show(json.loads(arguments.show.read_text(encoding="utf-8")), arguments.picture))
+        readme = ROOT / "README.md"
+        head, _, rest = readme.read_text(encoding="utf-8").partition(BEFORE)
+        shown = show(json.loads(arguments.show.read_text(encoding="utf-8")))
+        readme.write_text(f"{head}{BEFORE}\n{shown}\n{AFTER}{rest.partition(AFTER)[2]}", encoding="utf-8")
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     result = run(arguments.model, device, arguments.small, [one for one in arguments.without.split(",") if one])

@@ -401,12 +401,13 @@ _RANDOM = {
 @model(*_RANDOM)
 def _generated(kernel: Kernel) -> float:
     """Numbers that are computed: cycles for each."""
-    cycles = kernel[f"generated.{_RANDOM[kernel.op.packet]}"]
+    name = _RANDOM[kernel.op.packet]
     count = _elements(*kernel.op.outputs) or _elements(*kernel.op.written)
-    fixed = kernel["fill.fixed" if _RANDOM[kernel.op.packet] == "arange" else "generated.fixed"]
-    if kernel.op.packet == "aten.native_dropout" and count % 4:  # no vectors: a load of its own for each element
+    fixed = kernel["fill.fixed" if name == "arange" else "generated.fixed"]
+    if name == "dropout" and count % 4:  # vectors of two elements, or a load of its own for each element
         fixed += kernel["generated.dropout_one_by_one"]
-    return fixed + _both(kernel.memory(), kernel.cycles(count * cycles))
+        name = "dropout_singles" if count % 2 else "dropout_pairs"
+    return fixed + _both(kernel.memory(), kernel.cycles(count * kernel[f"generated.{name}"]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -1701,10 +1702,25 @@ _VECTOR_STEPS = 8
 
 
 def _vector_product(kernel: Kernel, k: int) -> float:
-    """A matrix and a vector: the bytes of the matrix, after the first of the steps along each dot product."""
+    """A matrix and a vector: the bytes of the matrix, after the first of the steps along each dot product.
+
+    Threads load numbers of 16 bits in less than whole vectors, which takes longer than the bytes do.
+    """
     steps = min(_VECTOR_STEPS, math.ceil(k / 512))
-    memory = kernel.memory() * kernel["matrix.vector_bytes"]
-    return kernel["matrix.vector_fixed"] + steps * kernel["matrix.vector_step"] + memory
+    matrix = max(kernel.op.inputs, key=lambda tensor: tensor.bytes)
+    share = kernel["matrix.vector_bytes"]
+    if matrix.item_bytes == 2:
+        share = kernel["matrix.vector_bytes_16" if _alignment(matrix) == 16 else "matrix.vector_bytes_unaligned"]
+    return kernel["matrix.vector_fixed"] + steps * kernel["matrix.vector_step"] + kernel.memory() * share
+
+
+def _is_in_tiles(kernel: Kernel, batch: int, m: int, n: int, k: int) -> bool:
+    """Whether cuBLAS multiplies a matrix and a vector in tiles of 8 columns, on the matrix engine.
+
+    It does so in 16 bits if the rows and the columns of the matrix are multiples of 16 bytes.
+    """
+    narrow = all(tensor.item_bytes == 2 for tensor in kernel.op.inputs if tensor.shape)
+    return narrow and batch == 1 and max(m, n) % 8 == 0 and k % 8 == 0
 
 
 _ROWS_LIKE_ONE = 4
@@ -1736,14 +1752,17 @@ def _matrix(kernel: Kernel) -> float:
     if sizes is None and "grouped" in kernel.op.packet:
         rate = kernel.gpu.matrix.get(_dtype(kernel), kernel.gpu.vector) * kernel["matrix.grouped"]
         return kernel["matrix.grouped_fixed"] + _both(kernel.memory(), sum(kernel.cost.product_flops.values()) / rate)
-    if sizes is None:
-        depths = [tensor.shape[-1] for tensor in kernel.op.inputs if tensor.shape]
-        return _vector_product(kernel, max(depths, default=1))
-    batch, m, n, k = sizes
-    if min(m, n) == 1:
-        return _vector_product(kernel, k)
     dtype = _dtype(kernel)
     engine = _engine(kernel, dtype)
+    if sizes is None:
+        matrix = next((tensor for tensor in kernel.op.inputs if len(tensor.shape) == 2), None)
+        if matrix is None:
+            depths = [tensor.shape[-1] for tensor in kernel.op.inputs if tensor.shape]
+            return _vector_product(kernel, max(depths, default=1))
+        sizes = (1, matrix.shape[0], 1, matrix.shape[1])
+    batch, m, n, k = sizes
+    if min(m, n) == 1 and not (engine == "narrow" and _is_in_tiles(kernel, batch, m, n, k)):
+        return _vector_product(kernel, k)
     if engine == "vector" and min(m, n) <= _ROWS_LIKE_ONE:
         return _vector_product(kernel, k) + kernel["matrix.rows_fixed"] + kernel.memory() * kernel["matrix.rows_bytes"]
     aligned = _alignment(*(tensor for tensor in (*kernel.op.inputs, *kernel.op.outputs) if len(tensor.shape) > 1))

@@ -139,6 +139,7 @@ def picture(part: Plot | StackedBars | Drawing) -> str:
             shown=shown(part.unit),
             limit=part.limit,
             limit_name=part.limit_name,
+            totals=part.are_summed and len(part.bars[0].pieces) > 1,
         )
         return svg(scene)
     return line_plot(

@@ -85,6 +85,8 @@ class StackedBars:
     unit: Unit = "s"
     limit: float | None = None
     limit_name: str = ""
+    are_summed: bool = True
+    """Whether the sum of a bar's pieces says something."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

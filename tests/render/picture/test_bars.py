@@ -24,3 +24,11 @@ def test_one_piece_has_no_legend():
     assert "seconds" not in {shape.text for shape in one.shapes if isinstance(shape, Text)}
     two = drawn(Bar(name="bar", pieces=(("a", 1.0), ("b", 1.0))))
     assert {"a", "b"} <= {shape.text for shape in two.shapes if isinstance(shape, Text)}
+
+
+def test_sums_of_bars_are_inside_of_the_picture():
+    bars = (Bar(name="long", pieces=(("a", 0.2), ("b", 0.3))), Bar(name="short", pieces=(("a", 0.1), ("b", 0.1))))
+    scene = stacked_bars(bars, title="title", subtitle="", shown=seconds, totals=True)
+    sums = [shape for shape in scene.shapes if isinstance(shape, Text) and shape.bold and shape.halo]
+    assert [one.text for one in sums] == ["500 ms", "200 ms"]
+    assert all(one.x + text_width(one.text, 12) < WIDTH for one in sums)

@@ -138,7 +138,7 @@ def example(context: Context) -> Iterator[Part]:
         rows.append(context.row("these lines", ours, query, key, value, predicted=expected, band=FLOOR))
         rows.append(
             context.row(
-                "nearpeak.kernels.attention",
+                "nearpeak's kernel",
                 lambda q, k, v: kernels.attention(q, k, v, causal=True),
                 query,
                 key,
@@ -162,11 +162,12 @@ def example(context: Context) -> Iterator[Part]:
             f"Sixty lines take {significant(rows[1].measured / fast.measured)} times as long as torch's kernel,"
             f" {quantity(flops / rows[1].measured, 'FLOP/s')}."
         )
-    yield StackedBars(
-        title="Time of one call",
-        subtitle=f"as {'measured' if context.measures else 'predicted'} here",
-        bars=tuple(Bar(name=row.what, pieces=(("seconds", row.measured or row.predicted or 0.0),)) for row in rows),
-    )
+    if len(rows) > 1:
+        yield StackedBars(
+            title="Time of one call",
+            subtitle=f"as {'measured' if context.measures else 'predicted'} here",
+            bars=tuple(Bar(name=row.what, pieces=(("seconds", row.measured or row.predicted or 0.0),)) for row in rows),
+        )
 
 
 def _on_chip(context: Context, tokens: int, dim: int, heads: int) -> Iterator[Part]:

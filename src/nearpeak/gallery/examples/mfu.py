@@ -111,7 +111,7 @@ def _shares(small: plan.Model, sequence: int) -> StackedBars:
         pieces = {
             "projections": flops.attention_gemm,
             "scores": flops.scores,
-            "feed": flops.dense,
+            "feed-forward": flops.dense,
             "output": flops.output,
         }
         shares = tuple((name, value / flops.total) for name, value in pieces.items())
@@ -120,6 +120,7 @@ def _shares(small: plan.Model, sequence: int) -> StackedBars:
         title=f"Where the FLOPs of a token are: the small one at {sequence} tokens, the others at 8192",
         bars=tuple(bars),
         unit="%",
+        are_summed=False,
     )
 
 

@@ -149,6 +149,7 @@ def _weak(cluster: plan.Cluster, dtype: str, fixed: dict[str, list[MoeDegree]]) 
             name=f"{name}, {what}",
             points=tuple((one.memory_seconds, one.compute_seconds) for one in items),
             labels=tuple(f"{name} {one.degree}" for one in items),
+            texts=tuple(str(one.degree) if one in (items[0], items[-1]) else "" for one in items),
             dashed=what == "tokens fixed",
             color=number,
         )
@@ -166,7 +167,7 @@ def _weak(cluster: plan.Cluster, dtype: str, fixed: dict[str, list[MoeDegree]]) 
         )
     )
     yield Plot(
-        title="Memory time against compute time, degrees 2 to 64",
+        title="Memory time against compute time, from degree 2 to degree 64",
         series=tuple(series),
         x_label="memory time",
         y_label="compute time",

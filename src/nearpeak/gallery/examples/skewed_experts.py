@@ -81,10 +81,14 @@ def example(context: Context) -> Iterator[Part]:
     yield Plot(
         title="Rows of each expert, the busiest first",
         series=tuple(
-            Series(name=name, points=tuple((float(rank), float(load)) for rank, load in enumerate(loads, 1)))
+            Series(
+                name=name,
+                points=tuple((float(place), float(load)) for place, load in enumerate(loads, 1)),
+                markers=experts <= 32,
+            )
             for name, loads in ranked.items()
         ),
-        x_label="rank of the expert",
+        x_label="place of the expert",
         y_label="rows",
         y_unit="",
     )

@@ -86,6 +86,7 @@ def example(context: Context) -> Iterator[Part]:
     yield StackedBars(
         title="The three costs of each call",
         subtitle="One after the other; in truth they overlap, and the longest is the bound",
+        are_summed=False,
         bars=tuple(
             Bar(
                 name=one.name,

@@ -252,8 +252,10 @@ def example(context: Context) -> Iterator[Part]:
     for how in ways:
         points = [(step.name, flops / step.asked, getattr(row, how)) for step, row in predictions if step.asked]
         rates = tuple((intensity, flops / time) for _, intensity, time in points if time)
-        labels = tuple(f"{name}, {how}" for name, _, time in points if time)
-        series.append(Series(name=how, points=rates, labels=labels, line=False))
+        names = tuple(name for name, _, time in points if time)
+        labels = tuple(f"{name}, {how}" for name in names)
+        texts = names if how == ways[-1] else ()
+        series.append(Series(name=how, points=rates, labels=labels, texts=texts, line=False))
     yield Plot(
         title="Rate by intensity",
         series=tuple(series),

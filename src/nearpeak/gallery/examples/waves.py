@@ -2,7 +2,7 @@
 
 A product is cut into tiles, and each processor computes one tile at a time. When there is one tile more than there are
 processors, a second wave begins for that tile alone, and all others wait. So time grows in steps and not in a line,
-and the share of the peak that is reached falls after each step and climbs again: a saw-tooth. A library that has tiles
+and the share of the peak that is reached falls after each step and climbs again, like the teeth of a saw. A library that has tiles
 of many sizes takes one that fits, and nearly gets rid of the steps. The same holds for chunks of work over the cores of
 a CPU.
 """
@@ -208,7 +208,7 @@ def _pictures(
     predicted: Mapping[str, Times],
     rows: Mapping[str, dict[int, Prediction]],
 ) -> Iterator[Part]:
-    """Time in steps, and the rate as a saw-tooth: of each way to cut the work, predicted and measured."""
+    """Time in steps, and the rate: of each way to cut the work, predicted and measured."""
     few = len(flops) <= MARKED  # lines between few points slope where there are steps, so the points are marked
     curves = [
         (way, "predicted", tuple(points.items()), number) for number, (way, points) in enumerate(predicted.items())
@@ -232,7 +232,7 @@ def _pictures(
                 )
             )
     yield Plot(title="Time in steps", series=tuple(times), x_label=name, y_label="time")
-    yield Plot(title="The saw-tooth", series=tuple(rates), x_label=name, y_label="FLOP/s", y_unit="FLOP/s")
+    yield Plot(title="Rate of each size", series=tuple(rates), x_label=name, y_label="FLOP/s", y_unit="FLOP/s")
 
 
 def _grown(name: str, low: Prediction, high: Prediction, work: float) -> str:

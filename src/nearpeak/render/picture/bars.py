@@ -37,15 +37,22 @@ def stacked_bars(
     shown: Callable[[float], str],
     limit: float | None = None,
     limit_name: str = "",
+    totals: bool = False,
 ) -> Scene:
-    """Bars from left to right, a legend above, and a line at the limit; pieces keep the order of the first bar."""
+    """Bars from left to right, a legend above, and a line at the limit; pieces keep the order of the first bar.
+
+    With `totals`, the sum of its pieces stands beside each bar.
+    """
     if len(bars) > MOST_BARS:
         half = MOST_BARS // 2
         bars = [*bars[:half], *bars[-half:]]
     names = [name for name, _ in bars[0].pieces if any(dict(bar.pieces).get(name) for bar in bars)]
     longest = max([bar.total for bar in bars] + ([limit] if limit else [])) or 1.0
     left = max([LEFT, *(MARGIN + text_width(_label(bar), 12) + 10 for bar in bars)])
-    axis = Axis(log=False, low=0.0, high=1.04 * longest, start=left, end=WIDTH - RIGHT)
+    right = RIGHT
+    if totals:
+        right = max(RIGHT, *(text_width(shown(bar.total), 12) + 12 for bar in bars))
+    axis = Axis(log=False, low=0.0, high=1.04 * longest, start=left, end=WIDTH - right)
     bottom = TOP + ROW * len(bars)
     shapes: list[Shape] = [
         Text(x=MARGIN, y=32, text=visible(title, 90), size=17, bold=True),
@@ -58,6 +65,10 @@ def stacked_bars(
         shapes.append(Text(x=place, y=bottom + 18, text=trim_zeros(shown(value)), anchor="middle", color="muted"))
     for number, bar in enumerate(bars):
         shapes += _bar(bar, TOP + ROW * number + (ROW - HEIGHT) / 2, axis, names, shown)
+        if totals:
+            place, _ = axis.place(bar.total)
+            middle = TOP + ROW * number + ROW / 2
+            shapes.append(Text(x=place + 6, y=middle + 4, text=shown(bar.total), bold=True, halo=True))
     if limit is not None:
         place, _ = axis.place(limit)
         shapes.append(Line(points=((place, TOP - 10), (place, bottom + 2)), stroke="ink", width=2, dashed=True))

@@ -33,6 +33,8 @@ class Series:
     bars: tuple[tuple[float, float], ...] = ()
     labels: tuple[str, ...] = ()
     """What a point is, shown when it is hovered over."""
+    texts: tuple[str, ...] = ()
+    """Written beside the points."""
     line: bool = True
     markers: bool = True
     dashed: bool = False
@@ -98,7 +100,7 @@ def line_plot(
 
 def _check(series: Sequence[Series]) -> None:
     for each in series:
-        for what, extra in (("bars", each.bars), ("labels", each.labels)):
+        for what, extra in (("bars", each.bars), ("labels", each.labels), ("texts", each.texts)):
             if extra and len(extra) != len(each.points):
                 raise ValueError(f"{each.name}: {len(extra)} {what} for {len(each.points)} points")
 
@@ -167,6 +169,9 @@ def _series(series: Series, style: int, x: Axis, y: Axis) -> str:
         if series.markers:
             name = series.labels[i] if series.labels else f"{series.name}: {significant(y_value)}"
             parts.append(_mark(column, row, style, solid=x_shown and y_shown, name=name))
+        if series.texts and series.texts[i]:
+            side, anchor = (-8, "end") if column > 0.7 * WIDTH else (8, "start")
+            parts.append(_label(column + side, row + 4, series.texts[i], anchor=anchor, size=11, shorten=40))
     if series.line and len(path) > 1:
         dashed = " np-dashed" if series.dashed else ""
         parts.insert(0, f'<path class="np-line np-s{color}{dashed}" d="M{"L".join(path)}"/>')
