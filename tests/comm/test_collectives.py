@@ -83,6 +83,19 @@ def test_a_world_leaves_the_hook_for_errors_as_it_was() -> None:
     assert sys.excepthook is before
 
 
+def test_ranks_exchange_values_without_numpy(monkeypatch) -> None:
+    """torch does not require numpy; `distributed.all_gather_object` does."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def missing(*_arguments, **_options):
+        raise RuntimeError("Numpy is not available")
+
+    monkeypatch.setattr(torch.Tensor, "numpy", missing)
+    with join("gloo") as world:
+        assert world.gather({"host": "a", "calls": (1, None)}) == [{"host": "a", "calls": (1, None)}]
+        assert world.decide(lambda: "once") == "once"
+
+
 def test_world_of_one(monkeypatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     options = SweepOptions(sizes=(1024,), max_seconds=0.001)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import re
 import signal
 import socket
@@ -78,18 +79,24 @@ class World:
         self.local_size = self.hosts.count(self.hosts[self.rank])
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
-        values: list[Any] = [None] * self.size
+        """The values of all ranks, on all ranks.
+
+        `distributed.all_gather_object` does the same with numpy, which torch can do without.
+        """
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         with self.watchdog.exchange():
-            distributed.all_gather_object(values, value, group=self.control)
-        return values
+            distributed.all_gather(sizes, torch.tensor([len(mine)]), group=self.control)
+        longest = int(max(sizes))
+        rows = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+        with self.watchdog.exchange():
+            distributed.all_gather(rows, padded, group=self.control)
+        return [pickle.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
     def decide(self, value: Callable[[], T]) -> T:
         """What rank 0 computes, on all ranks."""
-        box: list[Any] = [value() if self.rank == 0 else None]
-        with self.watchdog.exchange():
-            distributed.broadcast_object_list(box, src=0, group=self.control)
-        result: T = box[0]
+        result: T = self.gather(value() if self.rank == 0 else None)[0]  # type: ignore[assignment]
         return result
 
     def gather_times(self, times: Sequence[float]) -> list[list[float]]:

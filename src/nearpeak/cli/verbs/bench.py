@@ -233,7 +233,8 @@ def _selftest(arguments: argparse.Namespace) -> int:
     from nearpeak.measure import selftest
     from nearpeak.render.views import selftest as render
 
-    with contextlib.redirect_stdout(sys.stderr), _narration(arguments.verbose) as say:
+    speaks = arguments.verbose or not sys.stderr.isatty()  # it takes minutes: a log shows lines too
+    with contextlib.redirect_stdout(sys.stderr), _narration(speaks) as say:
         report = selftest.run(arguments.experiment, quick=arguments.quick, progress=say)
     if arguments.json is not None:
         content = json.dumps({"nearpeak": "selftest", **to_json(report)}, indent=1, allow_nan=False)

@@ -89,9 +89,9 @@ def example(context: Context) -> Iterator[Part]:
         f" {significant(plain[1] / plain[2], 2)} FLOP for a byte where the ridge here is at {significant(ridge, 2)}."
     )
 
-    # Their steps wait for each other, and the naive one's on a CPU fetch a line of the cache for each number: what is
+    # On a CPU their steps wait for each other, and the naive one's fetch a line of the cache for each number: what is
     # predicted knows neither, and is the least that they take.
-    bands = {"linear, in chunks": FLOOR, "linear, naive": FLOOR}
+    bands = {} if context.gpu else {"linear, in chunks": FLOOR, "linear, naive": FLOOR}
     predictions: dict[str, list[tuple[int, Prediction]]] = {name: [] for name in ways}
     for length in lengths:
         for name, way in ways.items():
