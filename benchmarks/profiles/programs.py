@@ -88,7 +88,7 @@ class Seen:
     called_at: str = ""
     """The line that calls the function of the source."""
     waits: bool = False
-    """Whether most of what it saves is idle time, where its range is wider."""
+    """Whether most of what it saves is idle time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -274,8 +274,7 @@ class Row:
         """Whether a part of the interval that was measured is in the range that is given for the prediction."""
         if self.measured is None or not self.findings:
             return False
-        waits = max(self.findings, key=lambda finding: finding.share).waits
-        low, high = likely_shares(min(1.0, self.predicted), waits=waits)
+        low, high = likely_shares(min(1.0, self.predicted))
         return self.measured.low <= high and low <= self.measured.high
 
 

@@ -1,8 +1,8 @@
 """An adapter of low rank is merged into its frozen weight in every training step."""
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn import functional
 
 RULE = "merged-adapter"
 DEVICES = ("cpu", "cuda")
@@ -18,8 +18,8 @@ class Adapted(nn.Module):
 
     def forward(self, x):
         if self.merged:
-            return F.linear(x, self.weight + 2.0 * (self.b @ self.a))  # waste
-        return F.linear(x, self.weight) + F.linear(F.linear(x, self.a), 2.0 * self.b)
+            return functional.linear(x, self.weight + 2.0 * (self.b @ self.a))  # waste
+        return functional.linear(x, self.weight) + functional.linear(functional.linear(x, self.a), 2.0 * self.b)
 
 
 def step(device, merged):

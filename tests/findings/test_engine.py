@@ -185,6 +185,16 @@ def test_a_step_that_waits_for_its_host_gains_nothing_from_quicker_kernels_and_a
     assert found[0].reasoning.startswith("so A replay of the host and the device without it takes 7.50 s")
 
 
+def test_no_more_idle_time_is_saved_than_the_step_has():
+    rule("gone")(lambda step: [waste(2, {2: 1.0, 3: 1.0})])
+    step = replayed(2.5, 1.0)  # which waits for its host for 6 of 10 s
+    busy = dataclasses.replace(step, profile=dataclasses.replace(step.profile, kernel_s=9.0))
+    (found,), _ = find(step)
+    (bounded,), _ = find(busy)
+    assert (found.saving_s, found.idle_s) == (pytest.approx(5.0), pytest.approx(3.0))
+    assert (bounded.saving_s, bounded.idle_s) == (pytest.approx(2.5), pytest.approx(0.5))
+
+
 def test_a_step_of_long_kernels_gains_nothing_from_launches_that_go():
     rule("launches")(lambda step: [waste(0, launch_s=dict.fromkeys(range(4), 0.0), idle={"launching": 3.0})])
     rule("quicker")(lambda step: [waste(0, {0: 0.5})])

@@ -569,8 +569,23 @@ def _replayed(step: Step, replay: StepReplay, change: Change, after: Change) -> 
     """What a change saves after another one, and the idle time in it."""
     saving = replay.saving(change, after=after)
     idle_s = saving.seconds - saving.busy_s
+    if idle_s > 0.0:
+        idle_s *= _idle_of_step_over_replay(step, replay)
     # Where the device did not wait before and waits now, all of that is lost.
     return max(0.0, saving.busy_s + idle_s * (step.idle_value if idle_s > 0.0 else 1.0)), max(0.0, idle_s)
+
+
+def _idle_of_step_over_replay(step: Step, replay: StepReplay) -> float:
+    """The idle time of the step over that of the replay, at most 1.
+
+    A replay that waits for its host where the step did not, such as one in which the host itself waited to launch more,
+    has idle time that nothing can save.
+    """
+    before, profile = replay.unchanged, step.profile
+    if before.seconds <= before.busy_s:
+        return 1.0
+    replayed_s = profile.wall_s * (1.0 - before.busy_s / before.seconds)
+    return min(1.0, max(0.0, profile.wall_s - profile.kernel_s) / replayed_s)
 
 
 def _predict_together(step: Step, groups: Sequence[_Group]) -> Iterator[_Group]:

@@ -12,10 +12,10 @@ from nearpeak.units import percent, seconds
 MIN_SHOWN_SHARE = 0.01
 """Of the wall time. Findings that save less are not shown."""
 
-_DEVICE_ODDS, _HOST_ODDS = (0.65, 2.5), (0.5, 4.0)
-"""Between which multiples of the predicted odds (what goes of a step, over what stays) 72 of 90 measured savings were,
-in programs by others with a finding at or near the line: where most of a saving is time of ops, and where most is idle
-time, which also depends on what the host does instead. `benchmarks.profiles.programs --show` counts them."""
+LEAST_ODDS, MOST_ODDS, MOST_POWER = 0.5, 2.2, 0.7
+"""The range of a prediction, as odds: what goes of a step, over what stays. From this multiple of the predicted odds to
+this multiple of their power, since a change at a line often does more than a small finding there says. Fitted by
+`benchmarks.profiles.likely_shares` to programs by others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Finding(Result):
     @property
     def likely_shares(self) -> tuple[float, float]:
         """Between which shares of a step the change is likely to save, as eight of ten changes did."""
-        return likely_shares(self.share, waits=self.waits)
+        return likely_shares(self.share)
 
     @property
     def module(self) -> str:
@@ -118,15 +118,17 @@ class Finding(Result):
         return common_module(self.modules)
 
 
-def likely_shares(share: float, *, waits: bool) -> tuple[float, float]:
-    """The likely range of a predicted share; `waits` says whether most of it is idle time.
+def likely_shares(share: float) -> tuple[float, float]:
+    """The likely range of a predicted share.
 
-    >>> [[round(end, 2) for end in likely_shares(0.5, waits=waits)] for waits in (False, True)]
-    [[0.39, 0.71], [0.33, 0.8]]
+    >>> [[round(end, 2) for end in likely_shares(share)] for share in (0.02, 0.5, 1.0)]
+    [[0.01, 0.13], [0.33, 0.69], [1.0, 1.0]]
     """
-    ends = _HOST_ODDS if waits else _DEVICE_ODDS
-    low, high = (factor * share / (1.0 - share + factor * share) for factor in ends)
-    return low, high
+    if share >= 1.0:
+        return 1.0, 1.0
+    odds = share / (1.0 - share)
+    low, high = LEAST_ODDS * odds, max(odds, MOST_ODDS * odds**MOST_POWER)
+    return low / (1.0 + low), high / (1.0 + high)
 
 
 def saved_together(findings: Collection[Finding]) -> float:

@@ -24,11 +24,11 @@ def idle(cause, seconds, *, count=1, where="", what=""):
     return IdleCause(cause=cause, seconds=seconds, count=count, where=where, what=what)
 
 
-def step(*causes, machine=GPU, ops=(), python=None, **changes):
+def step(*causes, machine=GPU, ops=(), python=None, passes=(), **changes):
     """The made-up profile, of a step of 20 s in which kernels run for 5 s, with these causes of idle time."""
     facts = {"idle": causes, "steps": 5, "profiled_s": 20.5, **changes}
     return Step(
-        trace=Trace(ops=ops, storages={}, python=python),
+        trace=Trace(ops=ops, storages={}, python=python, passes=passes),
         profile=dataclasses.replace(profile(wall_s=20.0), **facts),
         machine=machine,
         knows=frozenset({"storages", "lines", "host", "memory"}),

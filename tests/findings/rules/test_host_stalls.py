@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 from stalled import CPU, GPU, findings, idle, placed
 
-from nearpeak.ops.op import PythonStretch, StackLine
+from nearpeak.ops.op import BackwardPass, PythonStretch, StackLine
 from nearpeak.profiles.profile import CompilerFacts
 
 
@@ -126,6 +126,15 @@ def test_what_torch_does_before_a_compiled_region_is_no_stretch_of_the_users(mac
     stretch = idle("python", 6.0, where="train.py:5")
     assert not findings("python-stretch", stretch, python=traced(6.0, {at(37): 2, (): 3}), machine=machine)
     assert not findings("python-stretch", stretch, python=traced(6.0, {}), machine=machine)  # cannot be told
+
+
+def test_where_a_backward_pass_begins_torch_runs_and_no_function_of_the_users():
+    stretch = idle("python", 6.0, where="train.py:37")
+    begun = {"passes": (BackwardPass(range(1), ("train.py:90", "train.py:37")),)}
+    assert findings("python-stretch", stretch, python=traced(6.0, {at(37, 90): 8}))
+    assert not findings("python-stretch", stretch, python=traced(6.0, {at(37, 90): 8, (): 1}), **begun)
+    (found,) = findings("python-stretch", stretch, python=traced(6.0, {at(50, 37, 90): 8, at(37, 90): 1}), **begun)
+    assert "the stack was at train.py:50" in found.evidence  # a function that makes the loss
 
 
 def test_many_short_stretches_of_the_traced_step_are_no_long_one():

@@ -166,7 +166,7 @@ def test_findings_that_one_compilation_removes_are_one_next():
     ]
     assert sentences(made, inside)["Next"] == (
         "It is unfused-norm. Changing that and 1 more finding at train.py:30 (in layers) saves 4.00 s, "
-        "40.0 % (30 to 62 %): 2 findings below."
+        "40.0 % (25 to 62 %): 2 findings below."
     )
 
 

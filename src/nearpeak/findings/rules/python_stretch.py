@@ -145,6 +145,7 @@ def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
             found[op.place].update(in_between)
         if step.time(index) > 0.0:
             in_between = []
+    begins = {passed.stack[-1] for passed in step.trace.passes if passed.stack}
     # Ops that a tensor is made with from a list are in no trace: the stretch is before a later op there.
     left = set(python) - set().union(*found.values())
     for cause in causes:
@@ -157,5 +158,7 @@ def _stretches(step: Step) -> Iterator[tuple[IdleCause, _Seen | None]]:
         stacks: dict[tuple[StackLine, ...], float] = {}
         for stretch in stretches:
             for stack, seen_s in stretch.stacks.items():
-                stacks[stack] = stacks.get(stack, 0.0) + seen_s
+                # Nothing but a call of torch's runs where a backward pass begins: it frees gradients, and starts.
+                of_user = () if stack and stack[0].line in begins else stack
+                stacks[of_user] = stacks.get(of_user, 0.0) + seen_s
         yield cause, _Seen(sum(stretch.seconds for stretch in stretches), stacks)

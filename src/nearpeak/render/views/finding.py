@@ -24,5 +24,5 @@ def document(finding: Finding) -> Document:
 def _saving(finding: Finding) -> str:
     if finding.once_s:
         return finding.saving_text
-    likely = range_text(finding.share, waits=finding.waits)
+    likely = range_text(finding.share)
     return f"{seconds(finding.saving_s)} a step, {percent(finding.share)} {likely}"

@@ -125,13 +125,12 @@ def saving_text(group: Sequence[Finding]) -> str:
     if first.once_s:
         return first.saving_text
     share = first.share * saved_s / first.saving_s if first.saving_s else 0.0
-    waits = 2.0 * sum(finding.idle_s for finding in group) > sum(finding.saving_s for finding in group)
-    return f"{seconds(saved_s)}, {percent(share)} {range_text(min(1.0, share), waits=waits)}"
+    return f"{seconds(saved_s)}, {percent(share)} {range_text(min(1.0, share))}"
 
 
-def range_text(share: float, *, waits: bool) -> str:
+def range_text(share: float) -> str:
     """The likely range of a predicted share: "(24 to 46 %)"."""
-    low, high = (percent(end, 0) for end in likely_shares(share, waits=waits))
+    low, high = (percent(end, 0) for end in likely_shares(share))
     return f"({low.removesuffix(' %')} to {high})"
 
 
