@@ -6,8 +6,8 @@
     python -m benchmarks.pages.fix OUT/fix_architectures.json      # the tables
 
 Each model has a process of its own, and one more where Liger, which changes whole modules of transformers, has a
-function for it. They import, compile and verify side by side. Whatever is timed waits until all others have come to
-something that is timed, and runs alone. The JSON is written after each model and goes on with the rows that it has.
+function for it. They import, compile and verify side by side. While something is timed, all other processes stand still
+(SIGSTOP). The JSON is written after each model and goes on with the rows that it has.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -234,92 +235,97 @@ def time_ways(
             row["ways"][way]["rounds_s"].append(timed(way, calls[way])[0])
 
 
+def in_own_group(function: Callable[..., None], *arguments: Any) -> None:
+    """Calls a function in a group of processes of its own, which can be stopped with all that it starts."""
+    os.setsid()
+    function(*arguments)
+
+
 class Schedule:
-    """The processes: some run, some wait to be alone, and those that were stand still until all have been."""
+    """The processes, all of which run until one asks to be alone."""
 
     def __init__(self, small: bool, modes: list[str], ways: list[str], without: list[str], end: float) -> None:
         self.small, self.modes, self.ways, self.without, self.end = small, modes, ways, without, end
         self.context = get_context("spawn")
-        self.processes: dict[Connection, tuple[str, Any]] = {}
-        self.running: set[Connection] = set()
-        self.waiting: list[Connection] = []
+        self.processes: dict[Connection, Any] = {}
+        self.names: dict[Connection, str] = {}
+        """Of the models whose processes run."""
         self.ligers: dict[str, Connection] = {}
 
     def start(self, function: Callable[..., None], name: str, *arguments: Any) -> Connection:
         ours, theirs = self.context.Pipe()
-        process = self.context.Process(target=function, args=(name, self.small, *arguments, theirs), daemon=True)
+        called = (function, name, self.small, *arguments, theirs)
+        process = self.context.Process(target=in_own_group, args=called, daemon=True)
         process.start()
         theirs.close()
-        self.processes[ours] = name, process
-        self.running.add(ours)
+        self.processes[ours] = process
         return ours
 
     def start_model(self, name: str) -> None:
         has_liger = "liger" in self.ways and name in LIGER and importlib.util.find_spec("liger_kernel") is not None
         if has_liger:
             self.ligers[name] = self.start(serve_liger, name)
-        self.start(measure_model, name, self.modes, self.ways, self.without, has_liger)
+        self.names[self.start(measure_model, name, self.modes, self.ways, self.without, has_liger)] = name
 
     def rows(self, names: list[str], jobs: int) -> Iterator[dict[str, Any]]:
         """The rows, as they come."""
         left = list(names)
-        while left or self.running or self.waiting:
-            workers = [each for each in (*self.running, *self.waiting) if each not in self.ligers.values()]
-            while left and len(workers) < jobs:
-                self.start_model(left[0])
-                workers.append(next(reversed(self.processes)))
-                left.pop(0)
-            if not self.running:
-                yield from self.serve_all()
-                continue
-            for each in wait(list(self.running), timeout=1.0):
-                yield from self.receive(each)  # type: ignore[arg-type]
-            if time.perf_counter() > self.end:
-                return
+        while (left or self.names) and time.perf_counter() < self.end:
+            while left and len(self.names) < jobs:
+                self.start_model(left.pop(0))
+            for each in wait(list(self.names), timeout=1.0):
+                row = self.answer(each)  # type: ignore[arg-type]
+                if row is not None:
+                    yield row
 
-    def receive(self, connection: Connection) -> Iterator[dict[str, Any]]:
+    def answer(self, connection: Connection) -> dict[str, Any] | None:
+        """A row that has come, or None."""
         try:
             kind, *rest = connection.recv()
-        except (EOFError, OSError):
-            self.running.discard(connection)
-            return
-        if kind == "row":
-            yield rest[0]
-        else:
-            self.running.discard(connection)
-            if kind == "alone":
-                self.waiting.append(connection)
+            if kind == "row":
+                row: dict[str, Any] = rest[0]
+                return row
+            assert kind == "alone"
+            name = self.names[connection]
+            with self.others_stopped(connection, self.ligers.get(name)):
+                connection.send("go")
+                while (request := connection.recv())[0] == "liger":
+                    connection.send(self.ask_liger(name, request[1:]))
+            connection.send("go on")
+        except (EOFError, OSError):  # the process has ended
+            del self.names[connection]
+        return None
 
-    def serve_all(self) -> Iterator[dict[str, Any]]:
-        served, self.waiting = self.waiting, []
-        for each in served:
-            if time.perf_counter() > self.end:
-                return
-            name, _ = self.processes[each]
-            each.send("go")
-            try:
-                while (request := each.recv())[0] == "liger":
-                    each.send(self.ask_liger(name, request[1:]))
-            except (EOFError, OSError):  # the process has failed
-                continue
-            self.running.add(each)
-        for each in served:
-            if each in self.running:
-                each.send("go on")
-        yield from ()
+    @contextmanager
+    def others_stopped(self, *connections: Connection | None) -> Iterator[None]:
+        others = [process for each, process in self.processes.items() if each not in connections]
+        self.signal(others, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(others, signal.SIGCONT)
+
+    def signal(self, processes: list[Any], number: signal.Signals) -> None:
+        for process in processes:
+            if process.is_alive():
+                with suppress(ProcessLookupError):  # it begins, or has ended since
+                    os.killpg(process.pid, number)
 
     def ask_liger(self, name: str, request: tuple[str, int]) -> tuple[float, int | None]:
+        liger = self.ligers[name]
         try:
-            self.ligers[name].send(request)
-            answer: tuple[float, int | None] = self.ligers[name].recv()
-            return answer
+            liger.send(request)
+            while (answer := liger.recv())[0] == "ready":
+                pass
+            seconds, peak = answer
+            return seconds, peak
         except (EOFError, OSError):
             return -1.0, None
 
     def stop(self) -> None:
-        for _, process in self.processes.values():
+        self.signal(list(self.processes.values()), signal.SIGKILL)
+        for process in self.processes.values():
             process.kill()
-        for _, process in self.processes.values():
             process.join()
 
 
