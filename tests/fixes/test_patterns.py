@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from nearpeak import machine
 from nearpeak.fixes.edits import Edits
@@ -378,6 +380,19 @@ def test_linear_layers_of_one_tensor_in_other_modes_are_those_of_torch(how: str,
         return
     with torch.autocast("cpu", enabled=how == "autocast"), torch.set_grad_enabled(how != "no gradients"):
         assert model(x).isfinite()
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_linear_layers_of_one_tensor_in_a_checkpoint_and_after_a_pickle(use_reentrant: bool) -> None:
+    model, x = Projections(), torch.randn(2, 6, requires_grad=True)
+    expected = torch.autograd.grad(model(x), list(model.parameters()))
+    (site,) = linears.linears_of_one_tensor(run_of(model, x, trains=True))
+    site.change(Edits())
+    checkpoint(model, x, use_reentrant=use_reentrant).backward()
+    torch.testing.assert_close([each.grad for each in model.parameters()], list(expected))
+    assert model.key._group_of_linears._last is None
+    loaded = pickle.loads(pickle.dumps(model))
+    torch.testing.assert_close(torch.autograd.grad(loaded(x), list(loaded.parameters())), expected)
 
 
 def test_linear_layers_around_a_change_in_place_compute_each_for_itself() -> None:
