@@ -332,7 +332,7 @@ class Projections(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
-        scores = self.query(x) * self.key(x)
+        scores = self.query(x).mul_(0.5) * self.key(x)
         return self.last(torch.tanh(self.gate(x))).sum() + scores.sin().sum()
 
 

@@ -30,7 +30,10 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, *pairs: Any) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x, *pairs[::2])
         ctx.set_materialize_grads(False)
-        return tuple(functional.linear(x, *pair) for pair in zip(pairs[::2], pairs[1::2], strict=True))
+        rows, shape = x.reshape(-1, x.shape[-1]), x.shape[:-1]
+        results = (functional.linear(rows, *pair) for pair in zip(pairs[::2], pairs[1::2], strict=True))
+        # a plain view, as `linear` returns one, may not be changed in place among several results
+        return tuple(torch.ops.aten._unsafe_view.default(each, (*shape, each.shape[-1])) for each in results)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
