@@ -38,6 +38,19 @@ def test_short_steps_are_taken_often_and_long_ones_seldom():
     assert len(phases([2.0] * 40)[1].walls) == MIN_CLEAN
 
 
+@pytest.mark.parametrize(("repeats", "taken"), [(0, 10), (1, 20), (3, 30)])
+def test_short_steps_that_still_get_faster_are_taken_again(repeats, taken):
+    schedule, now, times = Schedule(repeats_left=repeats), 0.0, []
+    for step in range(60):
+        took = 1e-4 * max(1.0, 3.0 - step / 10)
+        now += took
+        if schedule.phase == "clean":
+            times.append(took)
+        schedule.step_ended(now)
+    assert len(times) == taken
+    assert schedule.walls == pytest.approx(times[-CLEAN_STEPS:])
+
+
 def test_one_step_each_is_profiled_and_traced_and_then_all_is_done():
     found, schedule = phases([0.01] * 60)
     assert [found.count(phase) for phase in ("profiler start", "profiled", "traced")] == [PROFILER_STEPS, 1, 1]
