@@ -328,6 +328,24 @@ def test_nan_in_a_softmax_of_a_row_with_minus_infinity_is_wrong():
     assert not difference_in_nan(softmax, x, wrong)
 
 
+@pytest.mark.parametrize(
+    ("noise", "given_rms_ratio", "charges"),
+    [
+        (5.0, 3.9, ["PRECISION_LOWERED"]),  # a little above the limit, as in the call that passed
+        (5.0, 1.0, []),  # the call that was checked first was as precise as the reference
+        (100.0, 3.9, []),
+    ],
+)
+def test_errors_that_are_about_the_same_in_all_calls_are_no_deceit(noise, given_rms_ratio, charges):
+    x = torch.randn(64, 64)
+    known = answer(lambda x: x * 3, (x,), {}, draws=1)
+    result = (known.exact[0] * (1 + noise * 2**-24 * torch.randn(64, 64).sign().double())).float()
+    trial = _Trial.__new__(_Trial)
+    trial.charges, trial.is_given_right, trial.given_rms_ratio = {}, True, given_rms_ratio
+    assert trial._is_imprecise([result], known, "a later call") is bool(charges)
+    assert list(trial.charges) == charges
+
+
 class Lost:
     """The device of a process after an illegal access: everything fails. Other errors are reported once."""
 

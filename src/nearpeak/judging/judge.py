@@ -127,6 +127,8 @@ LONG_CALL_S = 0.05
 """A call whose time says what it does: what launches and copies take is little of it."""
 WORK_TURNS = 4
 """Pairs of calls whose kernels are listed."""
+SAME_PRECISION = 2.0
+"""Times the errors of the call on the given inputs: so large are those of another call of the same arithmetic."""
 FASTER_ON_SAME = 0.6
 """A call on inputs that came before may take this share of one with an element changed; less is no cache of the
 hardware's."""
@@ -389,6 +391,8 @@ class _Trial:
         self.relative_on_spikes = 0.0
         self.is_interpreted = False
         self.is_given_right = False
+        self.given_rms_ratio = 0.0
+        """The typical error of the call on the given inputs."""
         self.is_state_known = False
         self.is_device_lost = False
         self.untimed = ""
@@ -589,6 +593,7 @@ class _Trial:
         variant = Variant(kind="given", words="as given", inputs=self.given, surroundings=surroundings)
         check = self._check(variant, draws=1)
         self.is_given_right = check.outcome == "passed"
+        self.given_rms_ratio = check.rms_ratio or 0.0
         if check.outcome == "refused":
             self._charge("RAISED", check.detail)
             return False
@@ -629,6 +634,8 @@ class _Trial:
         stale = [i for i in wrong if self._agrees(snapshots[i], answers[1 - expected[i]], results)]
         if stale:
             self._charge("CACHED_RESULT", f"{where[stale[0]]} gave the result of earlier inputs")
+        elif wrong and all(self._is_imprecise(snapshots[i], answers[expected[i]], where[i]) for i in wrong):
+            pass
         elif wrong and (right[0] or self.is_given_right):
             if not answers[0].mutated and right[1] != right[2]:
                 self._charge("RACE", "the same call gave a right and a wrong result")
@@ -656,6 +663,22 @@ class _Trial:
             _has_form_of(mine, own) and agreement(mine, own, exact, perturbed, known).is_right
             for mine, own, exact, perturbed in pairs
         )
+
+    def _is_imprecise(self, snapshot: Sequence[torch.Tensor], known: Answer, where: str) -> bool:
+        """Whether errors that are too large in a call are about those that passed in the first: that is no deceit.
+
+        Precision that is lowered so little that some calls pass and others do not is charged under its name.
+        """
+        if not self.is_given_right or not all(map(_has_form_of, snapshot, known.own)):
+            return False
+        pairs = zip(snapshot, known.own, known.exact, known.perturbed, strict=False)
+        agreements = [agreement(mine, own, exact, perturbed, known) for mine, own, exact, perturbed in pairs]
+        worst, ratio = (max(getattr(each, name) for each in agreements) for name in ("error", "rms_ratio"))
+        if worst > SAME_PRECISION or ratio > SAME_PRECISION * self.given_rms_ratio:
+            return False
+        size = f"{ratio:.3g} times those of the reference, and {self.given_rms_ratio:.3g} times on the given inputs"
+        self._charge("PRECISION_LOWERED", f"errors are {size} ({where})")
+        return True
 
     def _check_variants(self, deadline: float) -> None:
         self.say(f"{self.candidate}: checking sizes, values and strides")
@@ -1067,7 +1090,7 @@ class _Trial:
         stale = answer(self.task.function, before.args, before.kwargs, draws=1)
         if self._agrees(content["results"], stale, len(stale.own)):
             self._charge("CACHED_RESULT", f"{words}, and the result did not follow")
-        else:
+        elif not self._is_imprecise(content["results"], known, words):
             self._charge("WRONG_WHEN_TIMED", f"{words}, and the result of a timed call is wrong")
 
     def _check_idle(self, *, children: bool = False) -> None:
@@ -1370,7 +1393,7 @@ class _Trial:
                 self.checks.append(
                     Check(kind="timed", inputs=f"call {chosen + 1} of {calls} of a timed block", outcome=outcome)
                 )
-                if not right:
+                if not right and not self._is_imprecise(results, known, "a timed call"):
                     self._charge("WRONG_WHEN_TIMED", f"call {chosen + 1} of a timed block gave a wrong result")
 
     def _seconds_of_call(self) -> float:
