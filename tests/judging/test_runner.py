@@ -394,6 +394,35 @@ def test_a_slow_command_does_not_make_calls_look_long(monkeypatch):
     assert trial._seconds_of_call() < 2 * 8e-6
 
 
+def speed_with_time_for(monkeypatch, blocks):
+    """The times of a candidate beside the reference, where the time is up after so many blocks of both."""
+    trial = _Trial.__new__(_Trial)
+    trial.device, trial.draws = torch.device("cpu"), random.Random(1)
+    trial.channel, trial.rival_channel = SimpleNamespace(), SimpleNamespace()
+    trial.sizes, trial.max_seconds, trial.notes, trial.charges, trial.untimed = [{}], 10.0, [], {}, ""
+    block = {"seconds": 1e-6, "readings": [1e-6], "launch_hidden": None, "method": "made"}
+    made = []
+    inputs = Inputs(args=(torch.ones(4),), kwargs={})
+    monkeypatch.setattr(trial, "_load_sets", lambda channel, sizes: [inputs], raising=False)
+    monkeypatch.setattr(trial, "_block", lambda *arguments: made.append(arguments) or block, raising=False)
+    monkeypatch.setattr(trial, "_left", lambda share=1.0: 100.0 if len(made) < blocks else -1.0, raising=False)
+    for name in ("_send_sets", "_check_kept", "_check_clock"):
+        monkeypatch.setattr(trial, name, lambda *arguments: None, raising=False)
+    monkeypatch.setattr(trial, "_kept", lambda *arguments: [], raising=False)
+    return trial, trial._speed({}, ["reference"], None)
+
+
+def test_times_with_a_cold_cache_alone_are_times(monkeypatch):
+    trial, speed = speed_with_time_for(monkeypatch, 2 * 40)
+    assert speed.candidate.timing.seconds == 1e-6 and speed.candidate.hot_seconds is None and not trial.untimed
+    assert any("no times with a hot cache" in note for note in trial.notes)
+
+
+def test_a_few_blocks_with_a_cold_cache_are_no_times(monkeypatch):
+    trial, speed = speed_with_time_for(monkeypatch, 2 * 2)
+    assert speed is None and "no times were taken" in trial.untimed
+
+
 def test_times_that_cannot_be_taken_leave_a_judgement_undecided(monkeypatch):
     trial = _Trial.__new__(_Trial)
     trial.notes, trial.untimed, trial.rival_channel = [], "", SimpleNamespace()

@@ -1297,7 +1297,10 @@ class _Trial:
                 is_late = self._left(TIMES_UNTIL) <= 0
                 if is_late and rounds > LEAST_BLOCKS:
                     break
-                if is_late and (cache == "cold" or self._left() < LEAST_WAIT_S):
+                if is_late and cache == "hot" and self._left() < LEAST_WAIT_S:
+                    self.notes.append(f"The time was up: no times with a hot cache were taken at {_sizes_text(sizes)}.")
+                    break
+                if is_late and cache == "cold":
                     self.untimed = f"The time was up: no times were taken at {_sizes_text(sizes)}."
                     self.notes.append(self.untimed)
                     self._check_kept(sets, calls, kept)
@@ -1318,7 +1321,12 @@ class _Trial:
                     break
         self._check_kept(sets, calls, kept)
         self._check_started(series)
-        hot = {name: median([block["seconds"] for block in series[name, "hot"]]) for name in names}
+        hot = {
+            name: max(0.0, median([block["seconds"] for block in blocks]))
+            if (blocks := series.get((name, "hot")))
+            else None
+            for name in names
+        }
         timings = {name: self._timing(name, series[name, "cold"]) for name in names}
         enqueue = self._check_clock(timings["candidate"])
         if self.device.type != "cpu":
@@ -1330,7 +1338,7 @@ class _Trial:
                 Rival(
                     name=name,
                     timing=timings[name],
-                    hot_seconds=max(0.0, hot[name]),
+                    hot_seconds=hot[name],
                     ratio=comparison.ratio,
                     low=comparison.low,
                     high=comparison.high,
@@ -1339,7 +1347,7 @@ class _Trial:
             )
         return Speed(
             sizes=_sizes_text(sizes) if sizes else sets[0].words(),
-            candidate=Rival(name="candidate", timing=timings["candidate"], hot_seconds=max(0.0, hot["candidate"])),
+            candidate=Rival(name="candidate", timing=timings["candidate"], hot_seconds=hot["candidate"]),
             rivals=tuple(compared),
             enqueue_seconds=enqueue,
             floor_seconds=None if floor is None else floor.seconds,
@@ -1432,7 +1440,8 @@ class _Trial:
 
     def _check_started(self, series: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]) -> None:
         """Whether it starts processes in timed calls, which may end unseen."""
-        started = [int(block.get("processes", 0)) for cache in ("cold", "hot") for block in series["candidate", cache]]
+        blocks = [block for (name, _), each in series.items() if name == "candidate" for block in each]
+        started = [int(block.get("processes", 0)) for block in blocks]
         if sum(map(bool, started)) > len(started) / 2:
             evidence = f"it started {sum(started)} processes in {len(started)} blocks of timed calls"
             self._charge("WORK_ESCAPES", evidence)

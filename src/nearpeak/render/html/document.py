@@ -126,11 +126,13 @@ def _head(document: Document) -> Markup:
 
 
 def _cards(document: Document) -> Iterator[Markup]:
-    """Paragraphs go with the table before them; a picture and a table are a card each."""
+    """Paragraphs go with the table before them; a picture, a table and a section are a card each."""
     cards: list[tuple[list[Markup], bool]] = [([], False)]
     for part in document.parts:
-        if isinstance(part, Picture) or (isinstance(part, Table) and part.rows):
-            cards.append(([], isinstance(part, Picture) or _characters(part) > NARROW))
+        tables = [each for each in (part.blocks if isinstance(part, Section) else [part]) if isinstance(each, Table)]
+        if isinstance(part, (Picture, Section)) or (tables and tables[0].rows):
+            is_wide = any(table.rows and _characters(table) > NARROW for table in tables)
+            cards.append(([], isinstance(part, Picture) or is_wide))
         cards[-1][0].extend(blocks_html([part]))
     for content, is_wide in cards:
         if content:

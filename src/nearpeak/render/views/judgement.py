@@ -70,7 +70,7 @@ def _parts(judgement: Judgement) -> Iterator[Block]:
         text = f"{charge.name} ({charge.fault}). {charge.meaning} Seen: {charge.evidence}."
         yield Paragraph(text=text, kind="bad", accent=(charge.name, "red"))
     if judgement.is_undecided:
-        text = f"UNDECIDED. {judgement.untimed} Whether it is honest in timed calls was not checked."
+        text = f"UNDECIDED. {judgement.untimed} Too few calls were timed to tell whether it is honest in them."
         yield Paragraph(text=text, kind="bad", accent=("UNDECIDED", "red"))
     yield Facts(facts=tuple(_facts(judgement)), width=LABEL)
     if judgement.speeds:
