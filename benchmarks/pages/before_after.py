@@ -50,7 +50,7 @@ def run(name: str, device: str, small: bool, without: list[str]) -> dict[str, An
         torch.cuda.empty_cache()
     after = nearpeak.profile(program.step)
     return {
-        "title": f"{type(program.model).__name__} ({parameters / 1e9:.2g} B parameters)",
+        "title": f"{type(program.model).__name__} ({parameters / 1e9:.1f} B parameters)",
         "machine": nearpeak.machine().name,
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
