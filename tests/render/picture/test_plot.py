@@ -134,3 +134,19 @@ def test_counts_of_any_size_have_ticks(last):
     axis = Axis.around([1, last], log=False, start=0, end=100, limits=None)
     found = axis.ticks(whole=True)
     assert 1 <= len(found) <= 10 and all(value.is_integer() for value in found)
+
+
+def test_texts_of_points_are_beside_each_other():
+    points = ((1.0, 1.0), (1.0, 1.0), (1.2, 1.0), (10.0, 1.0))
+    plot = draw(Series(name="a", points=points, texts=("first of two", "second of two", "near", "last"), line=False))
+    where = [
+        (element.text, float(element.attrib["x"]), float(element.attrib["y"]), element.attrib["text-anchor"])
+        for element in plot.iter(f"{SPACE}text")
+        if element.text in ("first of two", "second of two", "near", "last")
+    ]
+    assert len(where) == 4
+    assert len({(round(y), anchor, round(x)) for _, x, y, anchor in where}) == 4
+    rows = [round(y) for _, x, y, _ in where[:3]]
+    assert len(set(rows)) > 1  # not over each other
+    with pytest.raises(ValueError, match="1 texts for 2 points"):
+        draw(Series(name="a", points=((1, 2), (2, 3)), texts=("one",)))

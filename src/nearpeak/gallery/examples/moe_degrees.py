@@ -149,7 +149,7 @@ def _weak(cluster: plan.Cluster, dtype: str, fixed: dict[str, list[MoeDegree]]) 
             name=f"{name}, {what}",
             points=tuple((one.memory_seconds, one.compute_seconds) for one in items),
             labels=tuple(f"{name} {one.degree}" for one in items),
-            texts=tuple(str(one.degree) if one in (items[0], items[-1]) else "" for one in items),
+            texts=("",) * (len(items) - 1) + (str(items[-1].degree),),
             dashed=what == "tokens fixed",
             color=number,
         )

@@ -34,7 +34,7 @@ class Series:
     labels: tuple[str, ...] = ()
     """What a point is, shown when it is hovered over."""
     texts: tuple[str, ...] = ()
-    """Written beside the points."""
+    """Written beside the points, where there is room."""
     line: bool = True
     markers: bool = True
     dashed: bool = False
@@ -94,6 +94,7 @@ def line_plot(
         parts.append(_label((LEFT + WIDTH - RIGHT) / 2, (TOP + HEIGHT - BOTTOM) / 2, "nothing to show"))
     styles = [each.color if each.color is not None else i for i, each in enumerate(series)]
     parts += [_series(each, style, x, y) for each, style in zip(series, styles, strict=True)]
+    parts += _texts(series, x, y)
     parts += _legend(legend, bands, series, styles)
     return "\n".join(part for part in [*parts, "</svg>"] if part) + "\n"
 
@@ -169,13 +170,38 @@ def _series(series: Series, style: int, x: Axis, y: Axis) -> str:
         if series.markers:
             name = series.labels[i] if series.labels else f"{series.name}: {significant(y_value)}"
             parts.append(_mark(column, row, style, solid=x_shown and y_shown, name=name))
-        if series.texts and series.texts[i]:
-            side, anchor = (-8, "end") if column > 0.7 * WIDTH else (8, "start")
-            parts.append(_label(column + side, row + 4, series.texts[i], anchor=anchor, size=11, shorten=40))
     if series.line and len(path) > 1:
         dashed = " np-dashed" if series.dashed else ""
         parts.insert(0, f'<path class="np-line np-s{color}{dashed}" d="M{"L".join(path)}"/>')
     return "\n".join(parts)
+
+
+def _texts(series: Sequence[Series], x: Axis, y: Axis) -> list[str]:
+    """The texts of points, each at the first place beside its point where nothing else is: no text and no marker."""
+    places = [[(x.place(a)[0], y.place(b)[0]) for a, b in each.points] for each in series]
+    taken = [(column - 5, row - 5, column + 5, row + 5) for points in places for column, row in points]
+    parts = []
+    for each, points in zip(series, places, strict=True):
+        for text, (column, row) in zip(each.texts, points, strict=False):
+            width = 6.2 * len(text)
+            boxes = {
+                (side, down): (left, row + down - 6, left + width, row + down + 6)
+                for down in (0, -13, 13, 26, -26)
+                for side, left in (("start", column + 8), ("end", column - 8 - width))
+                if LEFT < left and left + width < WIDTH
+            }
+            free = (place for place, box in boxes.items() if not any(_overlap(box, other) for other in taken))
+            place = next(free, None)
+            if text and place is not None:
+                taken.append(boxes[place])
+                start = column + 8 if place[0] == "start" else column - 8
+                parts.append(_label(start, row + place[1] + 4, text, anchor=place[0], size=11))
+    return parts
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> bool:
+    """Whether two boxes of (left, top, right, bottom) have a point in common."""
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _mark(column: float, row: float, style: int, *, solid: bool, name: str = "") -> str:
