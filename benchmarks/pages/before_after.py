@@ -70,7 +70,8 @@ def show(result: dict[str, Any]) -> str:
     before, after = (seconds(sum(parts.values())) for parts in waterfalls.values())
     date = datetime.date.fromisoformat(result["date"])
     sentence = (
-        f"A training step of {result['title']} on an {result['machine']}, before and after [`nearpeak fix`](docs/fix.md)"
+        f"A training step of {result['title']} on an {result['machine']}, before and after"
+        " [`nearpeak fix`](docs/fix.md)"
         f" (`python -m benchmarks.pages.before_after`, torch {result['torch']}, {date.day} {date:%B %Y})."
     )
     picture = f"![{before} by parts of the wall time, and {after} after the fix]({PICTURE.relative_to(ROOT)})"

@@ -33,7 +33,7 @@ def test_contention_is_told_with_what_to_do_in_every_format(monkeypatch):
     result = run_busy(monkeypatch, (CONTENDED, TAIL))
     remedy = "Other work shares the cores: stop it, or pin this process."
     assert result.doubts == (f"CPU_CONTENDED in 2 of 2 measurements. {remedy}",)
-    assert pages.verdict(result) == "0 of 2 predictions are within their bands. They are doubtful: CPU_CONTENDED."
+    assert pages.verdict(result) == "0 of 2 predictions are within their bands. Doubts: CPU_CONTENDED."
     assert remedy in " ".join(pages.text(result).split())
     assert remedy in pages.markdown(result, lambda name, svg: "")
 
@@ -54,7 +54,7 @@ def test_predictions_from_a_poor_calibration_are_called_so(monkeypatch):
     poor = dataclasses.replace(CPU, achievable=dataclasses.replace(CPU.achievable, cache_bandwidth=1e9))
     result = run_busy(monkeypatch, (), poor)
     assert "the cache was slower than the memory" in result.doubts[0]
-    assert pages.verdict(result).endswith("They are doubtful: the calibration.")
+    assert pages.verdict(result).endswith("Doubts: the calibration.")
 
 
 def test_flags_are_those_of_one_example(monkeypatch):

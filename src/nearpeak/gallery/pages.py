@@ -51,12 +51,12 @@ def facts(result: ExampleResult) -> tuple[str, ...]:
 
 
 def verdict(result: ExampleResult) -> str:
-    """How many predictions held; nothing where nothing was measured beside one. Doubtful ones are called so."""
+    """How many predictions held; nothing where nothing was measured beside one. Doubts follow."""
     said = _held(result)
     flags = [doubt.partition(" ")[0] for doubt in result.doubts if doubt.partition(" ")[0].isupper()]
     if not said or not result.doubts:
         return said
-    return f"{said} They are doubtful: {', '.join(flags) or 'the calibration'}."
+    return f"{said} Doubts: {', '.join(flags) or 'the calibration'}."
 
 
 def _held(result: ExampleResult) -> str:

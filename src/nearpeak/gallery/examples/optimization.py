@@ -196,7 +196,7 @@ def _measured(context: Context, sizes: Sizes) -> Iterator[Part]:
     quick = training_step(context, sizes, frozenset(finding.rule for finding in done))
     context.progress("a profile of the step with the fixes in")
     after = nearpeak.profile(quick, on=context.machine)
-    waterfalls = {
+    waterfalls: dict[str, dict[str, float]] = {
         name: {part.name: part.seconds for part in profile.waterfall.parts}
         for name, profile in (("as written", before), ("with the fixes", after))
     }

@@ -2,9 +2,9 @@
 
 A product is cut into tiles, and each processor computes one tile at a time. When there is one tile more than there are
 processors, a second wave begins for that tile alone, and all others wait. So time grows in steps and not in a line,
-and the share of the peak that is reached falls after each step and climbs again, like the teeth of a saw. A library that has tiles
-of many sizes takes one that fits, and nearly gets rid of the steps. The same holds for chunks of work over the cores of
-a CPU.
+and the share of the peak that is reached falls after each step and climbs again, like the teeth of a saw. A library
+that has tiles of many sizes takes one that fits, and nearly gets rid of the steps. The same holds for chunks of work
+over the cores of a CPU.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def stacked_bars(
     names = [name for name, _ in bars[0].pieces if any(dict(bar.pieces).get(name) for bar in bars)]
     longest = max([bar.total for bar in bars] + ([limit] if limit else [])) or 1.0
     left = max([LEFT, *(MARGIN + text_width(_label(bar), 12) + 10 for bar in bars)])
-    right = RIGHT
+    right = float(RIGHT)
     if totals:
         right = max(RIGHT, *(text_width(shown(bar.total), 12) + 12 for bar in bars))
     axis = Axis(log=False, low=0.0, high=1.04 * longest, start=left, end=WIDTH - right)

@@ -188,7 +188,7 @@ def _texts(series: Sequence[Series], x: Axis, y: Axis) -> list[str]:
                 (side, down): (left, row + down - 6, left + width, row + down + 6)
                 for down in (0, -13, 13, 26, -26)
                 for side, left in (("start", column + 8), ("end", column - 8 - width))
-                if LEFT < left and left + width < WIDTH
+                if left > LEFT and left + width < WIDTH
             }
             free = (place for place, box in boxes.items() if not any(_overlap(box, other) for other in taken))
             place = next(free, None)
