@@ -90,6 +90,19 @@ def test_rows_that_a_loss_does_not_count(loss_of):
     assert not found_in(mended, NAME)
 
 
+def test_a_cast_between_the_softmax_and_the_loss_as_autocast_makes_it():
+    def cast(hidden, weight, labels):
+        losses = functional.linear(hidden.bfloat16(), weight.bfloat16()).flatten(0, 1).log_softmax(-1).float()
+        return functional.nll_loss(losses, labels.flatten(), ignore_index=-100)
+
+    step = examined(training(cast), live=True)
+    (finding,) = found_in(step, NAME)
+    assert "512 are counted" in finding.title
+    large = {index for index, op in enumerate(step.ops) if step.time(index) and WORDS in op.outputs[0].shape}
+    casts_of_weight = {index for index in large if step.ops[index].inputs[0].shape == (WORDS, 128)}
+    assert large - casts_of_weight <= set(finding.ops)
+
+
 def test_rows_that_all_count():
     def all_of_them(hidden, weight, labels):
         return ignored(hidden, weight, labels.clamp(min=0))

@@ -116,6 +116,9 @@ def _counted(step: Step, index: int) -> tuple[float, list[int]]:
     members: list[int] = []
     for wanted in (_SOFTMAX, _LOSSES):
         readers = step.forward_readers(members[-1] if members else index)
+        while members and len(readers) == 1 and step.ops[readers[0]].packet == "aten._to_copy":
+            members.append(readers[0])  # autocast: the loss may be in float32, and the softmax not
+            readers = step.forward_readers(members[-1])
         if len(readers) != 1 or step.ops[readers[0]].packet not in wanted:
             return 1.0, []
         members.append(readers[0])
