@@ -164,6 +164,28 @@ def test_a_pass_for_each_input():
     assert sum(op.packet == "aten.mm" for op in gone) == fewer
 
 
+def test_second_derivatives_differentiate_the_pass_that_is_left():
+    def laplacian(*, at_once):
+        net, x, y = of_two_inputs()
+
+        def derivatives(u, of):
+            return torch.autograd.grad(u, of, torch.ones_like(u), create_graph=True)
+
+        def step():
+            u = net(torch.cat([x, y], dim=1))
+            u_x, u_y = derivatives(u, (x, y)) if at_once else (*derivatives(u, x), *derivatives(u, y))
+            (u_xx,), (u_yy,) = derivatives(u_x, x), derivatives(u_y, y)
+            (u_x * u + u_xx + u_yy).square().mean().backward()
+
+        return step
+
+    step, (waste,) = wastes(lambda: laplacian(at_once=False))
+    whole, _ = wastes(lambda: laplacian(at_once=True))
+    for packet in ("aten.mm", "aten.tanh_backward"):
+        fewer = sum(op.packet == packet for op in step.ops) - sum(op.packet == packet for op in whole.ops)
+        assert sum(step.ops[index].packet == packet for index in waste.gone) == fewer > 0
+
+
 @pytest.mark.parametrize(
     "build",
     [summed, similarities, read_in_between, added_up_over_batches, gradient_penalty, for_all_inputs],

@@ -79,7 +79,13 @@ def _of_one_result(step: Step) -> Iterator[Waste]:
     same = {index for index in same if pass_of[index] in later}
     if not same:
         return
-    through = {index for index, behind in step.trace.derivative_of.items() if behind in same} - same
+    # A pass that differentiates a later gradient alone differentiates the first one then; of both, it goes through one.
+    differentiated = {(behind, pass_of.get(index)) for index, behind in step.trace.derivative_of.items()}
+    through = {
+        index
+        for index, behind in step.trace.derivative_of.items()
+        if behind in same and (numbers.first[behind], pass_of.get(index)) in differentiated
+    } - same
     gains = {index: step.time(index) for index in sorted(same | through) if step.time(index)}
     lines = _lines_of_passes(step, later)
     took: dict[str, float] = {}
