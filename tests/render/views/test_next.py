@@ -140,6 +140,17 @@ def test_a_larger_saving_of_another_part_is_next_and_why_says_so():
     assert "another part" not in sentences(dataclasses.replace(made, waterfall=falls), [wait])["Why"]
 
 
+def test_a_saving_is_of_no_part_that_is_smaller_than_it():
+    """Ops whose fused kernels would move less, and save more than the traffic of the step or its fusion alone."""
+    chain = op(measured_s=4.0, bound_s=3.9, fused_s=1.5)
+    floors = {"ideal_s": 1.0, "fused_s": 2.5, "as_written_s": 5.0}
+    falls = build_waterfall(wall_s=10.0, **floors, modeled_s=9.0, kernel_s=9.0)
+    assert (falls.seconds("traffic"), falls.seconds("fusion")) == (1.5, 2.5)
+    made = dataclasses.replace(losing(chain), waterfall=falls)
+    said = sentences(made, [finding("unfused-pointwise", 3.3, ops=(0,))])
+    assert said["Why"].endswith("Most can be saved of other parts, fusion and traffic: 3.30 s.")
+
+
 def test_idle_time_that_was_not_seen_gets_no_story():
     idle = (IdleCause(cause="unknown", seconds=6.0, count=0, where="", what=""),)
     falls = build_waterfall(wall_s=10.0, **FLOORS, modeled_s=3.0, kernel_s=3.0)

@@ -30,6 +30,8 @@ TYPICAL_RATIO = 1.25
 """Kernels that take at most this multiple of the expected time are not called slow."""
 ANSWER_SHARE = 0.25
 """Findings that save less than this share of the largest loss are no answer to it."""
+MOST_OF_SAVING = 0.8
+"""The parts of the wall time that have this share of a saving are what it is of."""
 LEAST_GROUPS = 3
 """So many kinds of ops tell how fast the machine was."""
 SHORT_KERNEL = 5e-6
@@ -55,9 +57,10 @@ def sentences(profile: Profile, findings: Sequence[Finding] = ()) -> dict[str, s
         if loss.name == "slow kernels" and (lost_s := sum(op.lost_s for op in ops)) > _largest_group_loss(profile):
             why = f"{seconds(lost_s)} of it are in {_those_ops(answer, ops)}."
         if grade.is_trusted and answer.saving_s > 0.0 and not _answers(profile, answer, loss):
-            part = max(PART_MEANINGS, key=lambda name: _saved_of(profile, answer, name))
-            if part != loss.name:
-                why = f"{why} Most can be saved of another part, {part}: {seconds(answer.saving_s)}.".strip()
+            parts = _parts_saved(profile, answer)
+            if loss.name not in parts:
+                others = f"another part, {parts[0]}" if len(parts) == 1 else f"other parts, {' and '.join(parts)}"
+                why = f"{why} Most can be saved of {others}: {seconds(answer.saving_s)}.".strip()
     else:
         next_ = advice
         in_long_run = [finding for finding in findings if not finding.once_s]
@@ -161,6 +164,17 @@ def _saved_of(profile: Profile, finding: Finding, part: PartName) -> float:
         "not modeled": lambda op: 0.0 if op.modeled else op.measured_s,
     }
     return max(0.0, min(finding.found_s - idle_s, sum(map(lost_of[part], ops))))
+
+
+def _parts_saved(profile: Profile, finding: Finding) -> list[PartName]:
+    """The parts of the wall time that most of a finding's saving is of, the largest first: none has more than it is."""
+    saved = {name: min(_saved_of(profile, finding, name), profile.waterfall.seconds(name)) for name in PART_MEANINGS}
+    parts: list[PartName] = []
+    for name in sorted(saved, key=lambda name: -saved[name]):
+        parts.append(name)
+        if sum(saved[part] for part in parts) >= MOST_OF_SAVING * finding.saving_s:
+            break
+    return parts
 
 
 def _finding_sentence(group: Sequence[Finding], *, with_saving: bool) -> str:
