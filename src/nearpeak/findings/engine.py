@@ -636,9 +636,10 @@ def _library(step: Step, claim: _Claim) -> str:
     package = step.trace.packages.get(_innermost_line(step, claim.waste).rpartition(":")[0])
     if package is not None or not rules()[claim.rule].compiles:
         return package or ""
-    paths = {step.ops[index].module for index in claim.waste.gains}
-    if len(claim.waste.gains) < 2 or "" in paths:
-        return ""
+    gains = [index for index, gain in claim.waste.gains.items() if gain]
+    paths = {step.ops[index].module for index in gains}
+    if len({step.ops[index].name for index in gains}) < 2 or "" in paths:
+        return ""  # one op in many calls of a module is not to be fused with anything
     # The user writes a module's calls: ops of one module of torch's, or of modules below one, are torch's to write.
     shared: tuple[str, ...] = ()
     for names in zip(*(path.split(".") for path in paths), strict=False):

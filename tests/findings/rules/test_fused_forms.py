@@ -367,3 +367,28 @@ def test_all_that_reads_or_writes_the_scores_goes_with_attention_under_autocast(
         if step.time(index) and any(tensor.elements == scores for tensor in (*op.inputs, *op.outputs))
     }
     assert of_scores and of_scores <= set(waste.gains)
+
+
+def test_what_is_differentiated_twice_is_not_for_torch_compile_to_differentiate():
+    def build(*, twice):
+        layers = torch.nn.Sequential(torch.nn.Linear(3, 512), torch.nn.Tanh(), torch.nn.Linear(512, 1))
+        x = torch.randn(2048, 3, requires_grad=True)
+
+        def step():
+            u = torch.tanh(layers(x).sin() * 2 + 1).square() / 3
+            if twice:
+                (u,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+            u.square().mean().backward()
+
+        return step
+
+    remedies = {
+        twice: [
+            found.remedy
+            for found in found_in(examined(lambda twice=twice: build(twice=twice), live=True), "unfused-pointwise")
+        ]
+        for twice in (False, True)
+    }
+    assert all("Put these lines into" in remedy for remedy in remedies[False])
+    assert any("torch.func" in remedy for remedy in remedies[True])
+    assert remedies[False]

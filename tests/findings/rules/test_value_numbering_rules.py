@@ -278,3 +278,22 @@ def test_rows_that_a_copy_of_a_policy_is_asked_about_are_computed_again():
     found = {index for finding in found_in(seen, "computed-twice") for index in finding.ops}
     for name in ("aten.addmm", "aten.sub", "aten.div", "aten.sum"):
         assert {index for index, op in enumerate(seen.ops) if op.packet == name} <= found
+
+
+def test_what_calls_of_one_op_of_torchs_compute_again_is_the_callers_to_keep():
+    class Sampler(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.identity = torch.nn.Embedding(9600, 256)
+
+        def forward(self, series):
+            return self.identity(series) * 2 + self.identity(series).exp() + self.identity(series).sin()
+
+    def build():
+        model, series = Sampler().requires_grad_(False), torch.arange(9600)
+        return lambda: model(series)
+
+    step = examined(build, live=True)
+    (again,) = found_in(step, "computed-twice")
+    assert again.library == ""
+    assert "model.compile()" not in again.remedy

@@ -121,9 +121,19 @@ def _waste(step: Step, region: Region) -> Waste | None:
         f"{seconds(saving.remaining_s)}.",
         remedy=f"y = {function}  # it is in these lines, written out; or compile them"
         if function
-        else "Put these lines into a function of its own and compile it:\n"
-        "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
+        else _COMPILED[any(step.derivatives.get(index) for index in members if step.ops[index].phase == "backward")],
     )
+
+
+_COMPILED = {
+    False: "Put these lines into a function of its own and compile it:\n"
+    "@torch.compile\ndef fused(...):  # the lines named above\n    ...",
+    True: "Their backward pass is differentiated again, which torch.compile cannot do. Write the derivatives with "
+    "torch.func, and compile the function:\n"
+    "@torch.compile\ndef residuals(points):  # of all points; no torch.autograd.grad inside\n"
+    "    slopes = torch.func.vmap(torch.func.jacrev(model))(points)\n    ...",
+}
+"""What to write instead, by whether derivatives of the backward pass are taken."""
 
 
 def _op_at_slowest_line(step: Step, members: Collection[int]) -> int:
