@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_steps import examined, found_in
+from gpu_steps import as_expected, examined, found_in, with_times
 from planted import load, planted
 from torch import nn
+
+from nearpeak.trace.trace import trace
 
 NAME = "repeated-rows"
 
@@ -99,6 +101,22 @@ def test_the_line_is_where_the_repeated_rows_enter_the_model():
     (finding,) = found_in(examined(build, live=True), NAME)
     lines = Path(__file__).read_text().splitlines()
     assert finding.source == f"test_repeated_rows.py:{next(n for n, text in enumerate(lines, 1) if '# here' in text)}"
+
+
+def test_rows_that_the_step_before_has_repeated():
+    """A step that begins with a model: the batch of the next one is made at its end."""
+    model, rows = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), torch.randn(1024, 512)
+    batches = [rows.repeat_interleave(8, dim=0)]
+
+    @torch.no_grad()
+    def step():
+        hidden = model(batches[-1])
+        batches.append(rows.repeat_interleave(8, dim=0))
+        return (hidden + torch.randn_like(hidden)).sum()
+
+    (finding,) = found_in(with_times(trace(step, live=True, next_step=True), as_expected), NAME)
+    assert "repeated 8 times" in finding.title
+    assert finding.share > 0.5
 
 
 def test_the_state_of_an_lstm_and_its_last_result_are_repeated_instead():

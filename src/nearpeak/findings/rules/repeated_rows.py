@@ -67,12 +67,14 @@ class _Group:
     """The ops that repeat the rows, and how often they do."""
     less: dict[int, Op] = field(default_factory=dict)
     """The others, as they would be on rows that are there once."""
+    readers: dict[int, set[int]] = field(default_factory=dict)
+    """The forward ops that read what sources wrote."""
 
 
 @rule("repeated-rows", needs=["storages"])
 def repeated_rows(step: Step) -> Iterator[Waste]:
     """Layers on rows that were repeated, as for the samples of one history, with what comes before and after them."""
-    for group in _groups(step):
+    for group in _groups_of_long_run(step):
         if any(step.costs[index].family in _LAYERS for index in group.less):
             waste = _waste(step, group)
             if waste is not None:
@@ -82,7 +84,7 @@ def repeated_rows(step: Step) -> Iterator[Waste]:
 def _waste(step: Step, group: _Group) -> Waste | None:
     left = {index: _share_left(step, step.ops[index], less) for index, less in group.less.items()}
     inside = {*group.sources, *left}
-    gone = [index for index in group.sources if inside.issuperset(step.forward_readers(index))]
+    gone = [index for index in group.sources if inside.issuperset(group.readers[index])]
     remaining = left | dict.fromkeys(gone, 0.0)
     remaining |= {other: share for index, share in remaining.items() for other in step.derivatives.get(index, ())}
     changes = {index: seconds_by_size(step, index) * (1.0 - share) for index, share in remaining.items()}
@@ -137,6 +139,43 @@ def _repeat_seconds(step: Step, index: int, less: Op, inside: Collection[int]) -
 def _share_left(step: Step, op: Op, less: Op) -> float:
     whole_s, less_s = step.expected(op), step.expected(less)
     return min(1.0, less_s / whole_s) if whole_s and less_s else 1.0 / _times(op, less)
+
+
+def _groups_of_long_run(step: Step) -> Iterator[_Group]:
+    """The groups with what a step computes of rows that the step before it repeated, at the place of the same ops."""
+    following = step.trace.next_step
+    if following is None:
+        groups, both = _groups(step), step
+    else:
+        ops, storages = (*step.ops, *following.ops), {**step.trace.storages, **following.storages}
+        trace = dataclasses.replace(step.trace, ops=ops, storages=storages, next_step=None)
+        both = dataclasses.replace(step, trace=trace)
+        groups = _groups(both)
+    own = len(step.ops)
+
+    def place(index: int) -> int | None:
+        if index < own:
+            return index
+        here = index - own
+        is_same = here < own and _form(step.ops[here]) == _form(both.ops[index])
+        return here if is_same else None
+
+    seen: set[int] = set()
+    for group in groups:
+        less = {here: op for index, op in group.less.items() if (here := place(index)) is not None}
+        sources = {here: times for index, times in group.sources.items() if (here := place(index)) is not None}
+        if seen.issuperset(less) or not sources:
+            continue
+        seen.update(less)
+        readers = {
+            index: {here for reader in both.forward_readers(index) if (here := place(reader)) is not None}
+            for index in sources
+        }
+        yield _Group(sources=sources, less=less, readers=readers)
+
+
+def _form(op: Op) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    return op.name, tuple(tensor.shape for tensor in (*op.inputs, *op.outputs))
 
 
 def _groups(step: Step) -> list[_Group]:
