@@ -394,6 +394,18 @@ def test_a_slow_command_does_not_make_calls_look_long(monkeypatch):
     assert trial._seconds_of_call() < 2 * 8e-6
 
 
+def test_who_sleeps_in_a_call_is_not_called_for_ever(monkeypatch):
+    trial, counts = _Trial.__new__(_Trial), []
+    trial.device, trial.channel = torch.device("cpu"), SimpleNamespace(processor_seconds=lambda: (0.0, 0.0))
+
+    def sleep(do, name, calls):
+        counts.append(calls)
+        return Reply({}, calls * 50e-3)
+
+    monkeypatch.setattr(trial, "_ask_timed", sleep, raising=False)
+    assert trial._seconds_of_call() > 10e-3 and sum(counts) < 10
+
+
 def speed_with_time_for(monkeypatch, blocks):
     """The times of a candidate beside the reference, where the time is up after so many blocks of both."""
     trial = _Trial.__new__(_Trial)

@@ -1407,16 +1407,17 @@ class _Trial:
     def _seconds_of_call(self) -> float:
         """About what a call takes; on a CPU the time in which it ran, which a busy machine does not lengthen.
 
-        So many calls that the command itself, which takes long on a busy machine, is little of it.
+        So many calls that the command itself, which takes long on a busy machine, is little of it. Who sleeps in a call
+        hardly runs, and must not be called for ever.
         """
         calls = 4
         while True:
             before = self.channel.processor_seconds()
             seconds = self._ask_timed("run", name="candidate", calls=calls).seconds
             after = self.channel.processor_seconds()
-            if self.device.type == "cpu" and before is not None and after is not None:
-                seconds = min(seconds, after[0] - before[0])
             if seconds >= CLOCK_RUN_S or calls >= MOST_RUN_CALLS:
+                if self.device.type == "cpu" and before is not None and after is not None:
+                    seconds = max(min(seconds, after[0] - before[0]), seconds / MOST_WAITING)
                 return seconds / calls
             calls = min(4 * calls, MOST_RUN_CALLS)
 

@@ -179,7 +179,7 @@ def blocks_html(blocks: Iterable[Block], table_class: str = "plan", write: Write
             yield element("dl", *facts, class_="sentences")
         elif isinstance(block, Items):
             if block.title:
-                yield element("p", write(block.title))
+                yield element("p", write(block.title), class_="said heading")
             yield element("ul", *(element("li", write(item)) for item in block.items), class_="notes")
         elif isinstance(block, CodeBlock):
             code = element("pre", element("code", visible_lines(block.text)), class_="scroll", tabindex="0")

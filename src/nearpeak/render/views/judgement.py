@@ -25,7 +25,8 @@ from nearpeak.render.text import count
 from nearpeak.units import percent, quantity, seconds, seconds_between, significant
 
 LABEL = 14
-MOST_PIECES = 5
+MOST_PIECES, LEAST_SHARE = 5, 0.01
+"""Of the picture of a call: smaller pieces cannot be seen, and their names take the place of others."""
 KINDS = {
     "given": "given inputs",
     "gradients": "gradients",
@@ -195,8 +196,8 @@ def _kernels(judgement: Judgement) -> Table:
 
 def _kernel_picture(judgement: Judgement) -> str:
     """One call as a bar of its kernels, beside the bound of the reference's work."""
-    largest = judgement.kernels[:MOST_PIECES]
-    rest = sum(kernel.seconds for kernel in judgement.kernels[MOST_PIECES:])
+    largest = [kernel for kernel in judgement.kernels[:MOST_PIECES] if kernel.share >= LEAST_SHARE]
+    rest = sum(kernel.seconds for kernel in judgement.kernels[len(largest) :])
     pieces = [(kernel.name, kernel.seconds) for kernel in largest] + ([("others", rest)] if rest else [])
     bound = judgement.speeds[0].bound_seconds if judgement.speeds else None
     scene = stacked_bars(
