@@ -90,6 +90,18 @@ def test_rows_that_a_loss_does_not_count(loss_of):
     assert not found_in(mended, NAME)
 
 
+def test_a_head_on_rows_that_are_not_side_by_side_is_a_batch_of_products_with_one_weight():
+    def shifted(hidden, weight, labels):
+        return ignored(hidden[:, :-1], weight.detach(), labels[:, 1:].contiguous())
+
+    step = examined(training(shifted), live=True)
+    (finding,) = found_in(step, NAME)
+    assert "512 are counted" in finding.title
+    products = {index for index, op in enumerate(step.ops) if op.packet == "aten.bmm"}
+    assert products <= set(finding.ops)
+    assert len(products) == 2
+
+
 def test_a_cast_between_the_softmax_and_the_loss_as_autocast_makes_it():
     def cast(hidden, weight, labels):
         losses = functional.linear(hidden.bfloat16(), weight.bfloat16()).flatten(0, 1).log_softmax(-1).float()

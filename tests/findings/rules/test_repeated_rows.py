@@ -1,10 +1,12 @@
 """Which layers run on rows that are there several times, and what is left of them."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from gpu_steps import as_expected, examined, found_in, with_times
+from made_up import slow_cpu
 from planted import load, planted
 from torch import nn
 
@@ -114,9 +116,16 @@ def test_rows_that_the_step_before_has_repeated():
         batches.append(rows.repeat_interleave(8, dim=0))
         return (hidden + torch.randn_like(hidden)).sum()
 
-    (finding,) = found_in(with_times(trace(step, live=True, next_step=True), as_expected), NAME)
+    traced = trace(step, live=True, next_step=True)
+    (finding,) = found_in(with_times(traced, as_expected), NAME)
     assert "repeated 8 times" in finding.title
     assert finding.share > 0.5
+    # A machine without tf32 is told so of the ops of the step itself alone.
+    following = dataclasses.replace(
+        traced.next_step, ops=tuple(dataclasses.replace(op, tf32_products=True) for op in traced.next_step.ops)
+    )
+    cpu = with_times(dataclasses.replace(traced, next_step=following), as_expected, machine=slow_cpu())
+    assert found_in(cpu, NAME)
 
 
 def test_the_state_of_an_lstm_and_its_last_result_are_repeated_instead():

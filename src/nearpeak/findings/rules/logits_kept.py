@@ -26,7 +26,10 @@ def logits_kept(step: Step) -> Iterator[Waste]:
     """Wide GEMMs, with casts and the like of their results, of which only some rows are read, or count in a loss."""
     for index, op in enumerate(step.ops):
         sizes = product_sizes(op) if op.packet in FACTORS and op.phase == "forward" else None
-        if sizes is None or sizes[0] > 1 or sizes[2] < _LEAST_COLUMNS or sizes[1] < 2:
+        if sizes is None or (sizes[0] > 1 and not _has_one_weight(op)) or sizes[2] < _LEAST_COLUMNS:
+            continue
+        rows, columns, depth = sizes[0] * sizes[1], *sizes[2:]
+        if rows < 2:
             continue
         chain = _chain(step, index)
         read = _read(step, chain[-1])
@@ -34,7 +37,6 @@ def logits_kept(step: Step) -> Iterator[Waste]:
         read = read and min(read, counted)
         if read is None or read > 1 - _UNREAD:
             continue
-        rows, columns, depth = sizes[1:]
         fewer = max(1, round(rows * read))
         backward = _backward(step, op)
         passes = [*chain[1:], *losses, *(_before_gemms(step, backward, op.outputs[0].elements) if losses else ())]
@@ -69,6 +71,12 @@ def logits_kept(step: Step) -> Iterator[Waste]:
                 "not head(hidden)[:, -1:]"
             ),
         )
+
+
+def _has_one_weight(op: Op) -> bool:
+    """Whether a batch of products has the same second factor: a layer on rows that are not side by side."""
+    weight = op.tensors(*FACTORS[op.packet])[1]
+    return len(weight.shape) == 3 and not weight.strides[0]
 
 
 def _chain(step: Step, index: int) -> list[int]:
@@ -186,8 +194,8 @@ def _gain(step: Step, index: int, rows: int, fewer: int) -> float:
     if sizes is None:
         return 0.0
     batch, m, n, k = sizes
-    cut = (fewer, n, k) if m == rows else (m, n, fewer)
+    cut = (fewer, n, k) if batch * m == rows else (m, n, fewer)
     dtype = op.inputs[-1].dtype
     now = step.expected(gemm_op(batch, m, n, k, dtype=dtype, tf32=op.tf32_products))
-    then = step.expected(gemm_op(batch, *cut, dtype=dtype, tf32=op.tf32_products))
+    then = step.expected(gemm_op(1, *cut, dtype=dtype, tf32=op.tf32_products))
     return took * (1 - then / now) if now and then is not None else 0.0

@@ -162,7 +162,9 @@ def _groups_of_long_run(step: Step) -> Iterator[_Group]:
 
     seen: set[int] = set()
     for group in groups:
-        less = {here: op for index, op in group.less.items() if (here := place(index)) is not None}
+        less = {
+            here: _as_run(op, step.ops[here]) for index, op in group.less.items() if (here := place(index)) is not None
+        }
         sources = {here: times for index, times in group.sources.items() if (here := place(index)) is not None}
         if seen.issuperset(less) or not sources:
             continue
@@ -172,6 +174,11 @@ def _groups_of_long_run(step: Step) -> Iterator[_Group]:
             for index in sources
         }
         yield _Group(sources=sources, less=less, readers=readers)
+
+
+def _as_run(op: Op, like: Op) -> Op:
+    """An op of the next step, with the arithmetic of the same op in this one, which the machine has."""
+    return dataclasses.replace(op, tf32_products=like.tf32_products, tf32_convolutions=like.tf32_convolutions)
 
 
 def _form(op: Op) -> tuple[str, tuple[tuple[int, ...], ...]]:
