@@ -263,10 +263,16 @@ def _write(path: Path, arguments: argparse.Namespace, rows: list[dict[str, Any]]
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else detect_cpu().name,
             "date": datetime.date.today().isoformat(),
             "torch": torch.__version__,
-            "command": " ".join(["python -m benchmarks.judge", *sys.argv[1:]]),
+            "command": " ".join(["python -m benchmarks.judge", *_without_file(sys.argv[1:])]),
         }
         content = {**where, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _without_file(options: list[str]) -> list[str]:
+    """Options without the file that the results go to."""
+    place = options.index("--json") if "--json" in options else len(options)
+    return options[:place] + options[place + 2 :]
 
 
 def is_met(row: dict[str, Any]) -> bool:
