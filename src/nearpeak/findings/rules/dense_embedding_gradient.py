@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from nearpeak.findings.engine import Waste, rule
 from nearpeak.findings.step import Step
@@ -24,34 +24,34 @@ _SPARSE_LAUNCH = 1.6
 1.1 ms for its 80 kernels, all of it on the host, and plain SGD 160 us for each of twelve tables."""
 
 _LOOKUPS = ("aten.embedding", "aten._embedding_bag", "aten._embedding_bag_forward_only")
+_ADDITIONS = ("aten.add", "aten.add_")
 _BACKWARD = ("aten.embedding_dense_backward", "aten._embedding_bag_dense_backward", "aten._embedding_bag_backward")
 
 
 @rule("dense-embedding-gradient", needs=["storages"])
 def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
     """Dense gradients of tables that are used only for lookups, and are updated by plain SGD or Adam."""
-    for index, op in enumerate(step.ops):
-        if op.packet not in _BACKWARD or op.arguments.get("sparse") or not op.outputs:
-            continue
-        gradient, used = op.outputs[0], op.tensor("indices").elements
-        lookup = _lookup(step, index)
-        if lookup is None or used > FEW * gradient.shape[0]:
-            continue
+    for lookup, backwards in _backwards_by_table(step).items():
         table = step.ops[lookup].tensor("weight")
-        shares, touched = _optimizer(step, {table.storage, gradient.storage}, gradient.elements)
+        gradient = step.ops[backwards[0]].outputs[0]
+        used = sum(step.ops[index].tensor("indices").elements for index in backwards)
+        if used > FEW * gradient.shape[0]:
+            continue
+        sums, gradients = _sums(step, backwards)
+        shares, touched = _optimizer(step, {table.storage, *gradients}, gradient.elements)
         written = {storage for member in shares for storage in step.flow.written_by[member]}
         # A gradient of the step before is read, and not written: a second optimizer may step after the step's end.
-        states = sum(_stays(step, storage) for storage in (touched & written) - {table.storage, gradient.storage})
+        states = sum(_stays(step, storage) for storage in (touched & written) - {table.storage, *gradients})
         if (
             states not in _PASSES
             or (states == 1 and not _is_adagrad(step, shares))
             or not shares
-            or not _only_looked_up(step, table, gradient, index)
+            or not _only_looked_up(step, {table.storage, *gradients}, {*backwards, *sums})
         ):
             continue
-        took = step.time(index)
         gains = {member: share * step.time(member) for member, share in shares.items()}
-        gains[index] = took
+        updated = sum(gains.values())
+        gains |= {index: step.time(index) for index in (*backwards, *sums)}
         before = sum(gains.values())
         rows = Access(storage=-1, bytes=used * gradient.shape[-1] * gradient.item_bytes)
         rest = _PASSES[states] * step.expected_for_work(
@@ -61,19 +61,47 @@ def dense_embedding_gradient(step: Step) -> Iterator[Waste]:
         rest = max(rest, _LAUNCHES[states] * _SPARSE_LAUNCH * (launch or 0.0))
         if before <= _LEAST_RATIO[states] * rest:
             continue
+        op = step.ops[backwards[0]]
         yield Waste(
             title="A large table gets a dense gradient, though few of its rows are used.",
             op=lookup,
             source=step.line_that_writes(_class_name(step.ops[lookup])),
             gains={member: gain * (1 - rest / before) for member, gain in gains.items()},
-            evidence=f"{used} of {gradient.shape[0]} rows are looked up at {step.ops[lookup].place}, and {op.packet} "
-            f"writes all of {quantity(gradient.bytes, 'B')} in {seconds(took)}. The optimizer's share for this table "
-            f"takes {seconds(before - gains[index])}.",
+            evidence=f"{used} of {gradient.shape[0]} rows are looked up at {step.ops[lookup].place}"
+            f"{' and elsewhere' if len(backwards) > 1 else ''}, and {op.packet} writes all of "
+            f"{quantity(gradient.bytes, 'B')}{f' {len(backwards)} times, which are added up,' if sums else ''} in "
+            f"{seconds(before - updated)}. The optimizer's share for this table takes {seconds(updated)}.",
             reasoning="The gradient of the whole table, for which rows are sorted, and the optimizer's passes over the "
             f"table go away; {_PASSES[states]} passes over the rows that are used come instead, in some "
             f"{_LAUNCHES[states]} kernels: {seconds(rest)}.",
             remedy=_remedy(step, step.ops[lookup], gradient, states),
         )
+
+
+def _backwards_by_table(step: Step) -> dict[int, list[int]]:
+    """The dense gradients of lookups in each table, by the first of these lookups that has one."""
+    found: dict[int, list[int]] = {}
+    first: dict[int, int] = {}
+    for index, op in enumerate(step.ops):
+        if op.packet not in _BACKWARD or op.arguments.get("sparse") or not op.outputs:
+            continue
+        lookup = _lookup(step, index)
+        if lookup is not None:
+            known = first.setdefault(step.ops[lookup].tensor("weight").storage, lookup)
+            found.setdefault(known, []).append(index)
+    return found
+
+
+def _sums(step: Step, backwards: Sequence[int]) -> tuple[list[int], set[int]]:
+    """The ops that add up gradients of one table, and all storages that have a part of their sum."""
+    gradients = {step.ops[index].outputs[0].storage for index in backwards}
+    sums: list[int] = []
+    for index in range(min(backwards) + 1, len(step.ops)):
+        op, read = step.ops[index], step.flow.read_by[index]
+        if op.phase == "backward" and op.packet in _ADDITIONS and read and gradients.issuperset(read):
+            sums.append(index)
+            gradients.update(step.flow.written_by[index])
+    return sums, gradients
 
 
 def _lookup(step: Step, backward: int) -> int | None:
@@ -101,14 +129,16 @@ def _stays(step: Step, storage: int) -> bool:
     return step.trace.storages[storage].kind != "intermediate" or storage in step.flow.results
 
 
-def _only_looked_up(step: Step, table: Tensor, gradient: Tensor, backward: int) -> bool:
-    """Whether only the optimizer needs the whole table or gradient: no tied head, no clipping."""
-    for index, op in enumerate(step.ops):
-        if op.phase == "optimizer" or op.packet in _LOOKUPS or index == backward:
-            continue
-        if not {table.storage, gradient.storage}.isdisjoint(step.flow.read_by[index]):
-            return False
-    return True
+def _only_looked_up(step: Step, storages: Collection[int], known: Collection[int]) -> bool:
+    """Whether only the optimizer needs the whole table or gradient, beside ops that are known: no tied head, no
+    clipping."""
+    return all(
+        op.phase == "optimizer"
+        or op.packet in _LOOKUPS
+        or index in known
+        or set(storages).isdisjoint(step.flow.read_by[index])
+        for index, op in enumerate(step.ops)
+    )
 
 
 def _optimizer(step: Step, storages: set[int], elements: int) -> tuple[dict[int, float], set[int]]:
@@ -148,11 +178,11 @@ def _class_name(lookup: Op) -> str:
 
 def _remedy(step: Step, lookup: Op, gradient: Tensor, states: int) -> str:
     seen = step.trace.optimizers
-    optimizer = seen[0].name if len(seen) == 1 else "the_optimizer"
     rows, width = gradient.shape
     table = f"table = torch.nn.{_class_name(lookup)}({rows}, {width}, sparse=True)"
     if states < 2:
-        return f"{table}  # {optimizer if states else 'torch.optim.SGD'} takes sparse gradients as they are"
+        return f"{table}  # torch.optim.{'Adagrad' if states else 'SGD'} takes sparse gradients as they are"
+    optimizer = seen[0].name if len(seen) == 1 else "the_optimizer"
     return (
         f"{table}\noptimizers = [torch.optim.SparseAdam(table.parameters()), {optimizer}(the_others)]\n"
         "# Rows that a step does not use keep their moments, and there is no weight decay for the table."
