@@ -84,6 +84,18 @@ def test_three_findings_are_shown_with_their_lines_and_what_to_write():
     assert "--findings 12 explains the findings" in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("file", ["train.py", "shop_two_tower.py", "a_package_with_a_long_name/and_a_file_with_one.py"])
+@pytest.mark.parametrize("called_at", ["", "{}:207", "another_script.py:88"])
+def test_the_number_of_the_line_is_always_shown(file, called_at):
+    """And the line that calls it where there is room."""
+    far = finding("dense-embedding-gradient", f"{file}:45", 0.373, called_at=called_at.format(file))
+    made = dataclasses.replace(small_profile(), modeled_share=1.0, findings=(far,))
+    (line,) = [line for line in text(screen(made)).split("\n") if line.startswith("1.  ")]
+    assert len(line) <= 80
+    assert ":45" in line
+    assert "..." not in line or line.endswith(":45")
+
+
 def test_findings_of_a_library_that_one_line_calls_are_one():
     inside = [
         finding("unfused-norm", "train.py:7", 0.04, library="layers", inside="norm.py:3"),

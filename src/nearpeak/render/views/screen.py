@@ -102,6 +102,10 @@ def _bars(profile: Profile) -> Table:
     )
 
 
+_SHORTEST_PLACE = 16
+"""Columns for the end of a source line."""
+
+
 def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines: int) -> Items:
     """For each what is saved and where, in one line, and what to write there; small ones are left to `--findings`."""
     trusted = grade_profile(profile).is_trusted
@@ -115,7 +119,7 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
     items = [
         line
         for number, group in enumerate(shown, 1)
-        for line in (f"{number}.  {plain(_what_and_where(group, trusted), WIDTH - 4)}", f"    {_remedy(group)}")
+        for line in (f"{number}.  {_what_and_where(group, trusted, WIDTH - 4)}", f"    {_remedy(group)}")
     ]
     title = "What would save most:" if trusted else "Findings:"
     if trusted and len(findings) > 1:
@@ -125,12 +129,19 @@ def _first_findings(profile: Profile, findings: Sequence[Finding], remedy_lines:
     return Items(title=title, items=tuple(items), most_lines=remedy_lines)
 
 
-def _what_and_where(group: Sequence[Finding], trusted: bool) -> str:
+def _what_and_where(group: Sequence[Finding], trusted: bool, room: int) -> str:
+    """In one line of `room` columns, of which the number of the source line is the last to go."""
     first = group[0]
     saving = saving_text(group) + ": " if trusted else ""
-    where = elide_start(first.where, 60) if first.source or first.module else ""
+    what = f"{saving}{group_name(group)}"
+    if not (first.source or first.module):
+        return plain(what, room)
     inside = f", in {plain(first.library.removeprefix('torch.'), 24)}" if first.library else ""
-    return f"{saving}{group_name(group)}{f' at {where}' if where else ''}{inside}"
+    for where in (f"{elide_start(first.where, 60)}{inside}", elide_start(first.where, 60), plain(first.source)):
+        if where and len(what) + len(" at ") + len(where) <= room:
+            return f"{what} at {where}"
+    left = max(room - len(what) - len(" at "), _SHORTEST_PLACE)
+    return f"{plain(what, room - left - len(' at '))} at {elide_start(first.source or first.module, left)}"
 
 
 def _remedy(group: Sequence[Finding]) -> str:
