@@ -57,6 +57,42 @@ def two_models_at_one_line():
     return step
 
 
+class Tower(nn.Module):
+    """Has ops of its own at several lines."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch, self.position = nn.Linear(SIZE, SIZE), nn.Parameter(torch.randn(SIZE))
+        self.blocks = nn.ModuleList(Net() for _ in range(3))
+
+    def forward(self, x):
+        x = self.patch(x) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Captioner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tower, self.projector = Tower(), Net()
+
+    def forward(self, x):
+        return self.projector(self.tower(x))  # here
+
+
+def frozen_tower_of_several_lines():
+    model = Captioner()
+    optimizer = sgd(model.projector)
+
+    def step():
+        loss_of(model).backward()
+        optimizer.step()
+        model.zero_grad()
+
+    return step
+
+
 def frozen_backbone():
     backbone, head = Net(), nn.Linear(SIZE, 4)
     optimizer = sgd(head)
@@ -147,7 +183,8 @@ def attack():
 
 
 def line_of(build):
-    lines, first = inspect.getsourcelines(critics if build is not_detached else build)
+    written = {not_detached: critics, frozen_tower_of_several_lines: Captioner}.get(build, build)
+    lines, first = inspect.getsourcelines(written)
     return next(f"test_unused_gradients.py:{first + place}" for place, line in enumerate(lines) if "# here" in line)
 
 
@@ -166,6 +203,7 @@ def wastes(build):
     [
         (frozen_reference, "no_grad"),
         (two_models_at_one_line, "no_grad"),
+        (frozen_tower_of_several_lines, "no_grad"),
         (frozen_backbone, "no_grad"),
         (not_detached, "detach"),
         (convolutions_not_detached, "detach"),

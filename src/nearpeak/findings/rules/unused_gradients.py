@@ -108,6 +108,7 @@ class _Places:
         self._live_s: defaultdict[Path, float] = defaultdict(float)
         self._dead_s: defaultdict[Path, float] = defaultdict(float)
         self._live_modules: defaultdict[str, float] = defaultdict(float)
+        self._dead_modules: defaultdict[str, float] = defaultdict(float)
         backward = [index for index, op in enumerate(step.ops) if op.phase == "backward" and step.touches[index].writes]
         for index in backward:
             gain = gains.get(index, 0.0)
@@ -118,6 +119,7 @@ class _Places:
             names = step.ops[index].module.split(".")
             for depth in range(1, len(names) + 1):
                 self._live_modules[".".join(names[:depth])] += live_s
+                self._dead_modules[".".join(names[:depth])] += gain
         self._shared = _common_prefix([path for path in paths if path])
 
     def of(self, members: Sequence[int]) -> tuple[str, str]:
@@ -131,12 +133,14 @@ class _Places:
         if self._trains_elsewhere(members):
             entry = self._entry(members)
             return ("parameters", "") if entry is None else ("border", entry)
-        if calls and sum(calls.values()) >= 0.5 * total_s:
-            return "call", max(calls, key=calls.__getitem__)[-1]
-        own = _common_prefix([self._paths[index] for index in members if self._paths[index]])
-        module = _common_module(self._step, members)
-        if module and own and self._live_modules[module] <= _LIVE_SHARE * total_s:
-            return "call", own[-1]  # of two models that one line calls
+        call = max(calls, key=calls.__getitem__) if sum(calls.values()) >= 0.5 * total_s else None
+        inside = self._in_dead_module(members)
+        if 2 * sum(self._gains[index] for index in inside) >= total_s:
+            own = _common_prefix([self._paths[index] for index in inside if self._paths[index]])
+            if own and (call is None or len(own) < len(call)):
+                return "call", own[-1]  # of one of two models that one line calls, from several of its own lines
+        if call is not None:
+            return "call", call[-1]
         entry = self._entry(members)
         if entry is not None:
             return "border", entry
@@ -194,6 +198,18 @@ class _Places:
                 return prefix
         return None
 
+    def _in_dead_module(self, members: Sequence[int]) -> list[int]:
+        """Those members that are in one of the outermost modules whose backward ops are all dead, the longest one."""
+        modules: defaultdict[str, list[int]] = defaultdict(list)
+        for index in members:
+            names = self._step.ops[index].module.split(".")
+            for depth in range(1, len(names) + 1):
+                module = ".".join(names[:depth])
+                if module and self._live_modules[module] <= _LIVE_SHARE * self._dead_modules[module]:
+                    modules[module].append(index)
+                    break
+        return max(modules.values(), key=lambda each: sum(self._gains[index] for index in each), default=[])
+
     def _entry(self, members: Sequence[int]) -> str | None:
         """The line at which gradients pass from one call into the dead ops of another; None if they pass nowhere.
 
@@ -222,11 +238,6 @@ def _common_prefix(paths: Sequence[Path]) -> Path:
             break
         shared.append(lines[0])
     return tuple(shared)
-
-
-def _common_module(step: Step, members: Sequence[int]) -> str:
-    names = [tuple(step.ops[index].module.split(".")) for index in members if step.ops[index].module]
-    return ".".join(_common_prefix(names)) if names else ""
 
 
 def _reasons(dead: DeadWork) -> str:
