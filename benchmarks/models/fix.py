@@ -92,6 +92,22 @@ class Program:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def fix(self, without: list[str]) -> Any:
+        """Fixes the model, with what it does on standard output; leaves the caching allocator empty."""
+        fixed = nearpeak.fix(
+            self.model,
+            input_ids=self.tokens,
+            labels=self.tokens,
+            use_cache=False,
+            optimizer=self.optimizer,
+            without=without,
+            progress=lambda line: print(f"  {line}", flush=True),
+        )
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return fixed
+
 
 def synchronize() -> None:
     if torch.cuda.is_available():
@@ -167,21 +183,10 @@ def run_model(
         row["eager"] = measure(program.step)
     if "fixed" in ways:
         started = time.perf_counter()
-        fixed = nearpeak.fix(
-            program.model,
-            input_ids=program.tokens,
-            labels=program.tokens,
-            use_cache=False,
-            optimizer=program.optimizer,
-            without=without,
-            progress=lambda line: print(f"  {line}", flush=True),
-        )
+        fixed = program.fix(without)
         row["fix_s"] = time.perf_counter() - started
         row["report"] = to_json(fixed.report)
         print(fixed.report.report(), flush=True)
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
         row["fixed"] = measure(program.step)
         if profiles is not None:
             nearpeak.profile(program.step).save(profiles / f"fixed_{name}.json.gz")

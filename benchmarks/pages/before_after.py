@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
 import textwrap
 from pathlib import Path
@@ -36,18 +35,7 @@ def run(name: str, device: str, small: bool, without: list[str]) -> dict[str, An
     program = Program(name, device, small)
     parameters = sum(each.numel() for each in program.model.parameters())
     before = nearpeak.profile(program.step)
-    fixed = nearpeak.fix(
-        program.model,
-        input_ids=program.tokens,
-        labels=program.tokens,
-        use_cache=False,
-        optimizer=program.optimizer,
-        without=without,
-        progress=lambda line: print(f"  {line}", flush=True),
-    )
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    fixed = program.fix(without)
     after = nearpeak.profile(program.step)
     return {
         "title": f"{type(program.model).__name__} ({parameters / 1e9:.1f} B parameters)",

@@ -38,7 +38,7 @@ class Layer(nn.Module):
 def way(request, monkeypatch):
     """As before anything is compiled, and as after that where the interpreter reports calls."""
     monkeypatch.setattr(modules, "_can_report", sys.version_info >= (3, 12) and request.param == "reported")
-    monkeypatch.setattr(modules, "_has_compiled", lambda: True)
+    monkeypatch.setattr(modules, "compiled_graph_count", lambda: 1)
     return request.param
 
 

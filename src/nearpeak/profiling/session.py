@@ -40,7 +40,6 @@ from nearpeak.profiling.steps import Awaited, StepDetector, StepKind
 from nearpeak.profiling.torch_profiler import (
     Profiler,
     StepEvents,
-    compiled_graph_count,
     distributed_rank,
     graph_breaks_in,
     read_compiler_facts,
@@ -49,6 +48,7 @@ from nearpeak.profiling.torch_profiler import (
 from nearpeak.trace.guard import Guard, OwnThread, capture_count, is_capturing
 from nearpeak.trace.kineto.read import KinetoTrace
 from nearpeak.trace.live import LiveTrace
+from nearpeak.trace.modules import compiled_graph_count
 from nearpeak.units import seconds
 
 SchedulePhase = Literal[

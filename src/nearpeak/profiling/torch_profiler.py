@@ -36,6 +36,7 @@ from nearpeak.trace.kineto.marks import (
     mark_unseen_ops,
 )
 from nearpeak.trace.kineto.read import KinetoTrace, read_trace
+from nearpeak.trace.modules import compiled_graph_count
 from nearpeak.trace.patches.inductor_cpp import see_cpp_kernels
 from nearpeak.trace.patches.shared_patch import no_warnings
 
@@ -262,12 +263,6 @@ def distributed_rank() -> tuple[int, int] | None:
 def _events(count: int) -> list[Any]:
     backend = gpu_in_use()
     return [] if backend is None else [backend.event() for _ in range(count)]
-
-
-def compiled_graph_count() -> int:
-    """The number of graphs that torch.compile has compiled in this process."""
-    module = sys.modules.get("torch._dynamo.utils")
-    return int(module.counters["stats"]["unique_graphs"]) if module is not None else 0
 
 
 def read_compiler_facts(warm_graphs: int) -> CompilerFacts | None:

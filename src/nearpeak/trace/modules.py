@@ -40,7 +40,7 @@ _watchers: list[tuple[BeforeCall, AfterCall]] = []
 def watch_module_calls(before: BeforeCall, after: AfterCall) -> Iterator[None]:
     """Inside, `before(module, args)` runs before each module's call and `after(module)` after it, also if it raised."""
     watcher = (before, after)
-    with _reported_calls() if _can_report and _has_compiled() else keep_calls_watchable():
+    with _reported_calls() if _can_report and compiled_graph_count() else keep_calls_watchable():
         _watchers.append(watcher)
         try:
             yield
@@ -53,7 +53,7 @@ def watch_module_calls(before: BeforeCall, after: AfterCall) -> Iterator[None]:
 @contextmanager
 def keep_calls_watchable() -> Iterator[None]:
     """Inside, who begins or ends to watch changes nothing that a program runs, until something is compiled."""
-    if _can_report and _has_compiled():
+    if _can_report and compiled_graph_count():
         yield
         return
     _replaced_call.acquire()
@@ -68,9 +68,10 @@ def note_compiler() -> None:
     _replaced_call.note_compiler()
 
 
-def _has_compiled() -> bool:
+def compiled_graph_count() -> int:
+    """The number of graphs that torch.compile has compiled in this process."""
     compiler = sys.modules.get("torch._dynamo.utils")
-    return compiler is not None and bool(compiler.counters["stats"]["unique_graphs"])
+    return int(compiler.counters["stats"]["unique_graphs"]) if compiler is not None else 0
 
 
 class _ReplacedCall:
